@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Generic, TypeVar
@@ -153,6 +153,7 @@ class BatchReader:
 
     Attributes:
         groups: for each shard, number of samples per group.
+        shards: the memory-mapped shards.
 
     Raises:
         Refused: the latents do not fit the model, its extra inputs or `text_encoders`.
@@ -195,17 +196,8 @@ class BatchReader:
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self.groups = [ref.groups for ref in latents.shards]
-        self._shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
-        self._rows = KeptRows(self._shards, keep_bytes) if keep_bytes else self._shards
-
-    def keep_open(self, count: int) -> None:
-        """Set the maximum number of memory-mapped shards."""
-        self._shards.open_limit = count
-
-    def read_ahead(self, shards: Sequence[int], in_use: Set[int]) -> None:
-        """Fetch remote shards in the background, in this order; close those that are not in use."""
-        self._shards.close_others(in_use)
-        self._shards.read_ahead(shards)
+        self.shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
+        self._rows = KeptRows(self.shards, keep_bytes) if keep_bytes else self.shards
 
     def batch(
         self, step: int, samples: Sequence[SampleIndex], counters: Sequence[int], denominator: int
@@ -235,10 +227,6 @@ class BatchReader:
     def read(self, samples: Sequence[SampleIndex], chosen: Sequence[Choices]) -> list[Captioned]:
         """Samples with the conditioning of their chosen captions. Raises Refused."""
         return [self._read(index, c) for index, c in zip(samples, chosen, strict=True)]
-
-    def close(self) -> None:
-        """Unmap the shards."""
-        self._shards.close()
 
     def _extra_inputs(
         self, captioned: Sequence[Captioned], chosen: Sequence[Choices]
@@ -343,7 +331,7 @@ class Loader:
             )
         self.order = Order(reader.groups, batch_size=batch_size, seed=seed, window=window)
         # Each bucket uses one window; a batch across two windows also needs the following window.
-        reader.keep_open(window * (len(self.order.buckets) + 1))
+        reader.shards.open_limit = window * (len(self.order.buckets) + 1)
         self._reader = reader
         self._batch_size = batch_size
         self._rank = rank
@@ -361,7 +349,8 @@ class Loader:
             if self._windows.get(window.bucket) != window:
                 self._windows[window.bucket] = window
                 in_use = set().union(*map(self.order.shards, self._windows.values()))
-                self._reader.read_ahead(self.order.shards(window), in_use)
+                self._reader.shards.close_others(in_use)
+                self._reader.shards.read_ahead(self.order.shards(window))
             return self._reader.batch(step, samples, counters, self._batch_size)
 
     def prefetch(
@@ -446,7 +435,7 @@ class Holdout:
 
     def __exit__(self, *_: object) -> None:
         """Unmap the shards."""
-        self._reader.close()
+        self._reader.shards.close()
 
 
 def draw_losses(

@@ -73,10 +73,8 @@ def added_weights(
     more = config.get("in_channels", 4) - conv.shape[1]
     if more > 0:
         added["conv_in.weight"] = np.pad(conv, ((0, 0), (0, more), (0, 0), (0, 0)))
-    if (
-        ExtraInputs.from_config(config).aesthetic_score
-        and "class_embedding.linear_1.weight" not in weights
-    ):
+    scored = ExtraInputs.from_config(config).aesthetic_score
+    if scored and "class_embedding.linear_1.weight" not in weights:
         for layer in CLASS_LAYERS:  # the shapes equal those of time_embedding
             for kind in ("weight", "bias"):
                 like = weights[f"time_embedding.{layer}.{kind}"]

@@ -272,6 +272,7 @@ def _describe(base: Base) -> dict[str, Any]:
     vae = base.config("vae")
     base.check_text_encoders()
     channels, factor = family.vae_layout(vae)
+    clip = _describe_clip(base)
     return {
         "family": family.name,
         "latent_channels": channels,
@@ -282,9 +283,9 @@ def _describe(base: Base) -> dict[str, Any]:
         **family.latent_statistics(base.vae, vae),
         "empty_prompt": "zeros" if family.zero_empty_prompt(base.index) else "encoded",
         **({"distilled": True} if base.is_distilled else {}),
-        **_describe_clip(base),
+        **clip,
         **base.unusual_texts,
-        **({} if family.frozen_text is None else _describe_frozen(base, factor)),
+        **({} if family.frozen_text is None else _describe_frozen(base, clip, factor)),
     }
 
 
@@ -307,11 +308,10 @@ def _describe_clip(base: Base) -> dict[str, Any]:
     }
 
 
-def _describe_frozen(base: Base, factor: int) -> dict[str, Any]:
+def _describe_frozen(base: Base, clip: Mapping[str, Any], factor: int) -> dict[str, Any]:
     """Entries that differ with a T5 or LLM: its rows follow CLIP's, and latents form patches."""
     frozen = base.family.frozen_text
     assert frozen is not None
-    clip = _describe_clip(base)
     width = base.family.prompt_width(base.denoiser)
     clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
     info = {

@@ -8,7 +8,7 @@ without PyTorch use this file too, so it imports no framework.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +229,16 @@ def _vocabulary(folder: Path) -> tuple[int, int | None]:
             raise Refused(
                 f"{folder}: {name} is missing, and tokenizer.json too: fetch the model again"
             )
-    return len(read_config(folder / "vocab.json")), sum(1 for _ in _merges(folder / "merges.txt"))
-
-
-def _merges(path: Path) -> Iterator[str]:
-    """The pairs of a file of merges. Raises Refused for a line without a pair."""
+    vocabulary = len(read_config(folder / "vocab.json"))
+    merges = 0
+    path = folder / "merges.txt"
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.startswith("#version"):
             if len(line.split()) != 2:
                 raise Refused(f"{path}, line {number}: no pair of tokens: fetch the model again")
-            yield line
+            merges += 1
+    return vocabulary, merges
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

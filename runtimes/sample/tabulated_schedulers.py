@@ -72,12 +72,9 @@ def tabulate(
         scheduler.set_timesteps(**spacing, **({} if mu is None else {"mu": mu}))
     except ValueError as error:
         raise Refused(f"num_inference_steps: {steps}: {error}") from None
-    rows = _ROWS[name](scheduler)
-    return SchedulerTable(
-        start=float(scheduler.init_noise_sigma) if hasattr(scheduler, "init_noise_sigma") else 1.0,
-        timesteps=np.asarray(scheduler.timesteps, np.float32),
-        rows=np.array([astuple(row) for row in rows], np.float32),
-    )
+    start = float(getattr(scheduler, "init_noise_sigma", 1.0))
+    rows = np.array([astuple(row) for row in _ROWS[name](scheduler)], np.float32)
+    return SchedulerTable(start, np.asarray(scheduler.timesteps, np.float32), rows)
 
 
 def scheduler_step(latents: Any, previous: Any, output: Any, row: Sequence[Any]) -> tuple[Any, Any]:
