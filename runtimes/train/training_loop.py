@@ -181,7 +181,8 @@ class TrainingRun:
         if self.step:
             self._measure_missing()
         elif self._settings.divergence.action == "skip":  # a rollback needs a first checkpoint
-            self._start_checkpoint()
+            with self._recorder.paused():
+                self._start_checkpoint()
         while not self._done:  # once more after each rollback
             with loader.prefetch(
                 self.step,
