@@ -32,8 +32,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, TrainJob, read_job
 from runtimes.process.launcher import Stop
 from runtimes.registry import open_runtime
-from runtimes.train.training_loop import make_loader, train
-from runtimes.train.training_run import learning_rate
+from runtimes.train.training_loop import learning_rate, make_batches, train
 
 CONDITIONING = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 Arrays = dict[str, NDArray[np.float32]]
@@ -53,7 +52,8 @@ class BareSteps:
     def __init__(self, job: TrainJob) -> None:
         settings = Train(**job.train)
         base = Base.of(job)
-        self.batch = make_loader(job, base, settings, open_job_latents(job.latents)).batch(0)
+        loader, _ = make_batches(job, base, settings, open_job_latents(job.latents))
+        self.batch = loader.batch(0)
         self._rate = settings.learning_rate
         self.runtime = open_runtime(job.runtime)
         self.runtime.load(job, base)

@@ -40,7 +40,7 @@ from runtimes.detect_hardware import collect_garbage_rarely, raise_open_file_lim
 from runtimes.process import launcher
 from runtimes.process.job import Events, Job, TrainJob, read_job
 from runtimes.process.questions import answer
-from runtimes.registry import check_settings_here, probe_here
+from runtimes.registry import import_from
 from runtimes.sample.generate_job import generate
 from runtimes.train.training_loop import read_train_settings, train
 
@@ -61,10 +61,10 @@ def main(arguments: list[str]) -> int:
     collect_garbage_rarely()
     raise_open_file_limit()
     if arguments[:1] == ["--probe"] and len(arguments) == 2:
-        answer(lambda: probe_here(arguments[1]))
+        answer(lambda: import_from(arguments[1], "device").probe())
         return 0
     if arguments[:1] == ["--check"] and len(arguments) == 3:
-        answer(lambda: check_settings_here(arguments[1], Train(**json.loads(arguments[2]))))
+        answer(lambda: import_from(arguments[1], "device").check(Train(**json.loads(arguments[2]))))
         return 0
     if len(arguments) != 1:
         print("usage: python -P -m runtimes JOB.json (more: see its docstring)", file=sys.stderr)

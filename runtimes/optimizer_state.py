@@ -178,7 +178,13 @@ def read_state_arrays(
     Raises:
         Refused: the state has other names or shapes.
     """
-    _check(state, shapes)
+    for group, expected in shapes.items():
+        saved = state.get(group, {})
+        if saved.keys() != expected.keys():
+            raise Refused(f"the stored {group} does not have this model's weights")
+        for name, shape in expected.items():
+            if tuple(saved[name].shape) != shape:
+                raise Refused(f"the stored {group} has another shape for {name}")
     pending: deque[tuple[str, str, int, Future[Any]]] = deque()
     ahead = 0
     with ThreadPoolExecutor(READERS, thread_name_prefix="restore") as pool:
@@ -200,13 +206,3 @@ def _first(
 ) -> tuple[str, str, NDArray[np.float32]]:
     group, name, _, future = pending.popleft()
     return group, name, np.asarray(future.result())
-
-
-def _check(state: SavedState, shapes: StateShapes) -> None:
-    for group, expected in shapes.items():
-        saved = state.get(group, {})
-        if saved.keys() != expected.keys():
-            raise Refused(f"the stored {group} does not have this model's weights")
-        for name, shape in expected.items():
-            if tuple(saved[name].shape) != shape:
-                raise Refused(f"the stored {group} has another shape for {name}")

@@ -108,11 +108,6 @@ def open_encoder(job: EncodeJob) -> PipelineEncoder:
     return cast(PipelineEncoder, import_from(job.runtime, "sampler").open_encoder(job))
 
 
-def uses_tabulated_scheduler(name: str) -> bool:
-    """Whether a runtime samples from tabulated coefficients (sample/tabulated_schedulers.py)."""
-    return spec_of(name).schedulers == TABULATED
-
-
 def interpreter(name: str) -> str:
     """Path of the Python interpreter that runs a runtime's processes.
 
@@ -173,14 +168,9 @@ def probe_runtime(name: str) -> Probe:
     try:
         if _needs_subprocess(python := interpreter(name)):
             return Probe(**_query(python, "--probe", name))
-        return probe_here(name)
+        return cast(Probe, import_from(name, "device").probe())
     except (Refused, TypeError) as error:
         return Probe(available=False, reason=str(error))
-
-
-def probe_here(name: str) -> Probe:
-    """`probe_runtime` in this process. Raises Refused."""
-    return cast(Probe, import_from(name, "device").probe())
 
 
 def check_devices(name: str, asked: Mapping[str, str]) -> None:
@@ -205,14 +195,9 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
 def check_settings(name: str, settings: Train) -> None:
     """Raise Refused for train settings that the runtime or its device does not support."""
     if not _needs_subprocess(python := interpreter(name)):
-        check_settings_here(name, settings)
+        import_from(name, "device").check(settings)
     else:
         _query(python, "--check", name, settings.model_dump_json())
-
-
-def check_settings_here(name: str, settings: Train) -> None:
-    """`check_settings` in this process. Raises Refused."""
-    import_from(name, "device").check(settings)
 
 
 def check_supported(name: str, settings: Train) -> None:
@@ -302,7 +287,9 @@ def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
         Refused: this machine has fewer accelerators than processes.
     """
     kind, numbered, _ = job.device.partition(":")
-    kind = _found(job.runtime) if kind == "auto" else kind
+    accelerator = {"torch": "cuda", "mindspore": "ascend"}.get(job.runtime)
+    if kind == "auto" and accelerator is not None:  # as the runtime chooses: see its device.py
+        kind = accelerator if _count(accelerator) else "cpu"
     if kind == "cpu":
         return ["cpu"] * (processes or 1)
     shares_all = spec_of(job.runtime).uses_all_devices
@@ -317,15 +304,6 @@ def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
             setting="encode.processes",
         )
     return devices[:processes]
-
-
-def _found(runtime: str) -> str:
-    """The kind of device that `auto` selects: see choose_device and choose of the runtimes."""
-    if runtime == "torch":
-        return "cuda" if _count("cuda") else "cpu"
-    if runtime == "mindspore":
-        return "ascend" if count_npus() else "cpu"
-    return "auto"
 
 
 def _count(kind: str) -> int:

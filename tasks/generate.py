@@ -25,9 +25,9 @@ from configs.settings.generate import Generate
 from configs.settings.recipe import NAME
 from runtimes import registry
 from runtimes import registry as runtimes_registry
-from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config
+from runtimes.objective.noise_schedule import TABULATED, drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
-from runtimes.sample.initial_noise import check_size
+from runtimes.sample.conditioning import check_size
 from tasks.build_or_reuse import RECIPE, Stage
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import cut_facts, tell_cut_prompts
@@ -155,7 +155,7 @@ def check(settings: Generate, model: EvalModel) -> None:
         if base.is_distilled:
             remedy = "this model is distilled, leave it out"
         raise Refused(f"negative_prompt: it has no effect without guidance: {remedy}")
-    if settings.ddim_eta and registry.uses_tabulated_scheduler(settings.runtime):
+    if settings.ddim_eta and registry.spec_of(settings.runtime).schedulers == TABULATED:
         raise Refused(f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0")
     asked = {"height": settings.height, "width": settings.width}
     check_size(asked, base)

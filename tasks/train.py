@@ -35,7 +35,8 @@ from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
+from runtimes.adapters.lora import Adapter, choose_layers, layers_of
+from runtimes.adapters.lora_files import to_kohya
 from runtimes.families.family import Family
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.pipeline_folder.weights import weight_shapes

@@ -12,7 +12,7 @@ from typing import Any
 
 from artifacts.records import Damaged, first_fault, open_checked
 from artifacts.store import Artifact
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.objective.noise_schedule import SCHEDULER_FILE
 from runtimes.process.job import Drawing
 

@@ -18,14 +18,14 @@ from jobs import HOLDOUT, MakeJob, predicted, trained
 from safetensors.torch import save_file
 from training import history, roll_back, train, weights
 
-from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters, to_kohya
+from runtimes.adapters.lora_files import LORA_WEIGHTS, read_adapters, to_kohya
 from runtimes.families import FAMILIES
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, EncodeJob, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.network import Network
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 
 STEPS, GUIDANCE = 20, 3.5

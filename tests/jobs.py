@@ -15,7 +15,7 @@ from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.activation_memory import Inputs, sender
 from runtimes.torch_models.network import Network
-from runtimes.train.training_loop import make_loader
+from runtimes.train.training_loop import make_batches
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
 CPU = torch.device("cpu")
@@ -57,7 +57,8 @@ def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
 
 def loader_of(job: TrainJob) -> Loader:
     """The training batches of a job."""
-    return make_loader(job, Base.of(job), Train(**job.train), open_job_latents(job.latents))
+    latents = open_job_latents(job.latents)
+    return make_batches(job, Base.of(job), Train(**job.train), latents)[0]
 
 
 def trained(job: TrainJob, steps: int = 3, rate: float = 3e-2) -> tuple[TheRuntime, StepBatch]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from artifacts.safetensors import write_arrays
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import metadata
+from runtimes.adapters.lora_files import metadata
 
 RANK = 2
 #: Layers of the tiny SDXL: outputs, and the shape of what goes in.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Generic, TypeVar
@@ -153,6 +153,7 @@ class BatchReader:
 
     Attributes:
         groups: for each shard, number of samples per group.
+        shards: the memory-mapped shards.
 
     Raises:
         Refused: the latents do not fit the model, its extra inputs or `text_encoders`.
@@ -195,17 +196,8 @@ class BatchReader:
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self.groups = [ref.groups for ref in latents.shards]
-        self._shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
-        self._rows = KeptRows(self._shards, keep_bytes) if keep_bytes else self._shards
-
-    def keep_open(self, count: int) -> None:
-        """Set the maximum number of memory-mapped shards."""
-        self._shards.open_limit = count
-
-    def read_ahead(self, shards: Sequence[int], in_use: Set[int]) -> None:
-        """Fetch remote shards in the background, in this order; close those that are not in use."""
-        self._shards.close_others(in_use)
-        self._shards.read_ahead(shards)
+        self.shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
+        self._rows = KeptRows(self.shards, keep_bytes) if keep_bytes else self.shards
 
     def batch(
         self, step: int, samples: Sequence[SampleIndex], counters: Sequence[int], denominator: int
@@ -227,10 +219,7 @@ class BatchReader:
         conditioning = self._family.condition(captioned, self._guidance_scale)
         return StepBatch(
             step=step,
-            noisy_latents=noised.noisy_latents,
-            timesteps=noised.timesteps,
-            target=noised.target,
-            weight=noised.weight,
+            **vars(noised),
             conditioning=conditioning | self._extra_inputs(captioned, chosen),
             denominator=denominator,
         )
@@ -238,10 +227,6 @@ class BatchReader:
     def read(self, samples: Sequence[SampleIndex], chosen: Sequence[Choices]) -> list[Captioned]:
         """Samples with the conditioning of their chosen captions. Raises Refused."""
         return [self._read(index, c) for index, c in zip(samples, chosen, strict=True)]
-
-    def close(self) -> None:
-        """Unmap the shards."""
-        self._shards.close()
 
     def _extra_inputs(
         self, captioned: Sequence[Captioned], chosen: Sequence[Choices]
@@ -254,9 +239,9 @@ class BatchReader:
         samples = [item.sample for item in captioned]
         if self._extras.inpainting:
             masked = [sample.masked for sample in samples if sample.masked is not None]
-            at = [int(c.mask * len(m.masks)) for m, c in zip(masked, chosen, strict=True)]
-            masks = latent_shards.stack_rows([m.masks[k] for m, k in zip(masked, at, strict=True)])
-            means = latent_shards.stack_rows([m.means[k] for m, k in zip(masked, at, strict=True)])
+            pairs = [(m, int(c.mask * len(m.masks))) for m, c in zip(masked, chosen, strict=True)]
+            masks = latent_shards.stack_rows([m.masks[k] for m, k in pairs])
+            means = latent_shards.stack_rows([m.means[k] for m, k in pairs])
             latents = self._objective.scale.scaled(means)
             inputs["inpainting"] = np.concatenate([masks[:, None], latents], 1, dtype=np.float32)
         if self._extras.aesthetic_score:
@@ -276,7 +261,8 @@ class BatchReader:
                 raise ValueError(f"picture {index.row} of {group} has no masks")
             if self._extras.aesthetic_score and sample.aesthetic_score is None:
                 raise ValueError(f"picture {index.row} of {group} has no aesthetic score")
-            row = _caption_row(sample, choices)
+            rows = sample.caption_rows or (0,)  # row 0 of a shard is the empty caption
+            row = 0 if choices.dropped else rows[int(choices.caption * len(rows))]
             return self._captioned(sample, shard, row, choices.dropped and self._zeros)
         except (ValueError, IndexError, KeyError) as error:
             raise Refused(f"latent shard {shard.path} is damaged: {error}") from None
@@ -309,12 +295,6 @@ class BatchReader:
         padded = np.zeros_like(stored, shape=self._prompt_shape)
         padded[: stored.shape[0], : stored.shape[1]] = stored
         return padded
-
-
-def _caption_row(sample: latent_shards.LatentSample, choices: Choices) -> int:
-    """The shard's row of the sample's caption; row 0 is the empty caption."""
-    rows = sample.caption_rows or (0,)
-    return 0 if choices.dropped else rows[int(choices.caption * len(rows))]
 
 
 def latent_moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -351,7 +331,7 @@ class Loader:
             )
         self.order = Order(reader.groups, batch_size=batch_size, seed=seed, window=window)
         # Each bucket uses one window; a batch across two windows also needs the following window.
-        reader.keep_open(window * (len(self.order.buckets) + 1))
+        reader.shards.open_limit = window * (len(self.order.buckets) + 1)
         self._reader = reader
         self._batch_size = batch_size
         self._rank = rank
@@ -368,10 +348,9 @@ class Loader:
         with self._lock:
             if self._windows.get(window.bucket) != window:
                 self._windows[window.bucket] = window
-                in_use = {
-                    n for current in self._windows.values() for n in self.order.shards(current)
-                }
-                self._reader.read_ahead(self.order.shards(window), in_use)
+                in_use = set().union(*map(self.order.shards, self._windows.values()))
+                self._reader.shards.close_others(in_use)
+                self._reader.shards.read_ahead(self.order.shards(window))
             return self._reader.batch(step, samples, counters, self._batch_size)
 
     def prefetch(
@@ -447,17 +426,16 @@ class Holdout:
             rows = [(number, sample, d) for number, sample in bucket for d in range(self._draws)]
             for start in range(0, len(rows), self._batch_size):
                 chunk = rows[start : start + self._batch_size]
-                counters = [number * self._draws + draw for number, _, draw in chunk]
-                numbers = [number for number, _, _ in chunk]
-                samples = [sample for _, sample, _ in chunk]
-                yield numbers, self._reader.batch(0, samples, counters, len(chunk))
+                numbers, samples, draws = zip(*chunk, strict=True)
+                counters = [n * self._draws + draw for n, draw in zip(numbers, draws, strict=True)]
+                yield list(numbers), self._reader.batch(0, samples, counters, len(chunk))
 
     def __enter__(self) -> Holdout:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Unmap the shards."""
-        self._reader.close()
+        self._reader.shards.close()
 
 
 def draw_losses(

@@ -132,7 +132,7 @@ class ShardFiles:
         ref = self._refs[number]
         fs, path = url_to_fs(ref.url)
         if isinstance(fs, LocalFileSystem):
-            self._check(path, ref)
+            self._verify(path, ref)
             return
         try:
             os.utime(_cache_path(ref))  # wanted soon: an eviction takes the oldest
@@ -150,7 +150,9 @@ class ShardFiles:
         try:
             fs, path = url_to_fs(ref.url)
             if isinstance(fs, LocalFileSystem):
-                return self._checked_once(path, ref)
+                local = _open(Path(path), ref)
+                self._verify(path, ref)
+                return local
             shard = self._cached(ref)
             while shard is None:
                 copy = self._fetch(fs, path, ref)
@@ -165,14 +167,8 @@ class ShardFiles:
                 f"latent shard {ref.url} cannot be used ({error}); run the flow again to rebuild it"
             ) from None
 
-    def _checked_once(self, path: str, ref: ShardRef) -> LatentShard:
-        """A local shard; at its first opening all of it is read, and must be what was committed."""
-        shard = _open(Path(path), ref)
-        self._check(path, ref)
-        return shard
-
-    def _check(self, path: str, ref: ShardRef) -> None:
-        """Read a local shard, unless this process has. Raises Damaged."""
+    def _verify(self, path: str, ref: ShardRef) -> None:
+        """Read a local shard at its first opening. Raises Damaged if it differs from the commit."""
         with self._checking.setdefault(ref.sha256, threading.Lock()):
             if ref.sha256 not in self._checked:
                 with open_checked(path, ref.sha256):
@@ -202,25 +198,23 @@ class ShardFiles:
 
         One thread or process of a host downloads it; others that need it wait.
         """
-        copy = _cache_path(ref)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(copy.stem):
-            if not copy.exists():
-                self._download_with_retries(fs, path, ref, copy)
-        return copy
 
-    def _download_with_retries(
-        self, fs: AbstractFileSystem, path: str, ref: ShardRef, copy: Path
-    ) -> None:
         def download() -> None:
             with _reserved(copy, ref.size, self._cache_bytes) as partial, refusals():
                 _download(fs, path, ref, partial)
 
-        def in_words(error: Exception) -> str:
-            return f"{ref.url} could not be read ({error})"
-
-        retrying(download, WAITS, passes=_may_be_transient, words=in_words)
-        self._checked.add(ref.sha256)
+        copy = _cache_path(ref)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(copy.stem):
+            if not copy.exists():
+                retrying(
+                    download,
+                    WAITS,
+                    passes=_may_be_transient,
+                    words=lambda error: f"{ref.url} could not be read ({error})",
+                )
+                self._checked.add(ref.sha256)
+        return copy
 
 
 def _may_be_transient(error: Exception) -> bool:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from artifacts.records import parse_json
 from configs.errors import Refused
-from runtimes.families.family import Captioned, Conditioning, Family, TextEncoder
+from runtimes.families.family import Captioned as Captioned
+from runtimes.families.family import Conditioning as Conditioning
+from runtimes.families.family import Family as Family
+from runtimes.families.family import TextEncoder as TextEncoder
 from runtimes.families.flux import Flux
 from runtimes.families.flux2 import Flux2
 from runtimes.families.qwen_image import QwenImage
@@ -26,8 +30,6 @@ FAMILIES: dict[str, Family] = {
 }
 #: Entry-point group of plug-ins.
 PLUG_INS = "kilnworks.families"
-#: transformers' classes of the repeated blocks of a CLIP text encoder.
-CLIP_BLOCKS = ("CLIPEncoderLayer",)
 
 
 def all_families() -> dict[str, Family]:
@@ -43,8 +45,8 @@ def family_named(name: str) -> Family:
     return family
 
 
-def detect_family(folder: Path) -> Family:
-    """The family of the pipeline in `folder`, by the class name in its model_index.json.
+def detect_family(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the pipeline in `folder`, by its model_index.json, and that file's content.
 
     Raises:
         Refused: model_index.json is missing or invalid, a part leads out of the folder, or the
@@ -64,7 +66,7 @@ def detect_family(folder: Path) -> Family:
     for families in (FAMILIES, all_families()):
         for family in families.values():
             if pipeline in family.pipelines:
-                return family
+                return family, fields
     known = ", ".join(name for family in all_families().values() for name in family.pipelines)
     raise Refused(f"{index}: {pipeline} is not of a family known here (known: {known})")
 
@@ -76,25 +78,11 @@ def denoiser_classes() -> tuple[str, ...]:
 
 def repeated_blocks() -> tuple[str, ...]:
     """Classes of the models' repeated blocks: the units of FSDP, compilation and checkpointing."""
-    blocks = (block for family in all_families().values() for block in family.blocks)
-    return tuple(dict.fromkeys((*blocks, *CLIP_BLOCKS)))
+    blocks = [block for family in all_families().values() for block in family.blocks]
+    return tuple(dict.fromkeys([*blocks, "CLIPEncoderLayer"]))
 
 
 @cache
 def _plugged_in() -> dict[str, Family]:
     families = [point.load() for point in entry_points(group=PLUG_INS)]
     return {family.name: family for family in families}
-
-
-__all__ = [
-    "FAMILIES",
-    "Captioned",
-    "Conditioning",
-    "Family",
-    "TextEncoder",
-    "all_families",
-    "denoiser_classes",
-    "detect_family",
-    "family_named",
-    "repeated_blocks",
-]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,8 @@ def added_weights(
     more = config.get("in_channels", 4) - conv.shape[1]
     if more > 0:
         added["conv_in.weight"] = np.pad(conv, ((0, 0), (0, more), (0, 0), (0, 0)))
-    if (
-        ExtraInputs.from_config(config).aesthetic_score
-        and "class_embedding.linear_1.weight" not in weights
-    ):
+    scored = ExtraInputs.from_config(config).aesthetic_score
+    if scored and "class_embedding.linear_1.weight" not in weights:
         for layer in CLASS_LAYERS:  # the shapes equal those of time_embedding
             for kind in ("weight", "bias"):
                 like = weights[f"time_embedding.{layer}.{kind}"]
@@ -92,15 +91,9 @@ def source_weight_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the base's weights that `added_weights` reads."""
     if config.get("_class_name", UNET) != UNET:
         return ()
-    return (
-        "conv_in.weight",
-        *(
-            f"{owner}.{layer}.{kind}"
-            for owner in ("time_embedding", "class_embedding")
-            for layer in CLASS_LAYERS
-            for kind in ("weight", "bias")
-        ),
-    )
+    owners = ("time_embedding", "class_embedding")
+    names = product(owners, CLASS_LAYERS, ("weight", "bias"))
+    return ("conv_in.weight", *map(".".join, names))
 
 
 def fully_masked(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:

@@ -288,19 +288,15 @@ class Family:
             embeds = (name for name in self.inputs if name.endswith("_embeds"))
             conditioning |= {name: stack_arrays(name, samples) for name in embeds}
             if self.varying_lengths:
-                counts = [item.tokens for item in samples]
-                conditioning["prompt_embeds_mask"] = token_mask(
-                    counts, conditioning["prompt_embeds"].shape[1]
-                )
+                length = conditioning["prompt_embeds"].shape[1]
+                mask = token_mask([item.tokens for item in samples], length)
+                conditioning["prompt_embeds_mask"] = mask
             return conditioning
-        conditioning |= {
-            "input_ids": stack_arrays("input_ids", samples),
-            "dropped": np.array([sample.dropped for sample in samples], np.float32),
-        }
+        ids = stack_arrays("input_ids", samples)
+        conditioning["input_ids"] = ids
+        conditioning["dropped"] = np.array([sample.dropped for sample in samples], np.float32)
         if self.frozen_text is not None:
-            clip_rows = (
-                conditioning["input_ids"].shape[-1] if any(e.states for e in self.clip) else 0
-            )
+            clip_rows = ids.shape[-1] if any(encoder.states for encoder in self.clip) else 0
             conditioning["t5_prompt_embeds"] = stack_arrays("prompt_embeds", samples)[:, clip_rows:]
         return conditioning
 
@@ -391,8 +387,11 @@ def stack_arrays(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:
 
 
 PATCH = 2  # latent pixels along one side of a patch
-#: Name suffixes of the attention layers of a text stream beside the image's.
-TEXT_STREAM = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+#: Name suffixes of the attention layers of an image stream, and of a text stream beside it.
+TWO_STREAMS = (*Family.attention_layers, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+#: Why a transformer does not run on Gaudi.
+FLOAT64_ROPE = {"hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"}
+COMPLEX_ROPE = {"hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"}
 
 
 class PatchTransformer(Family):
@@ -435,11 +434,11 @@ def pack(latents: Any) -> Any:
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
 
 
-def unpack(patches: Any, rows: int, columns: int) -> Any:
-    """The inverse of `pack`, for patches [B, rows * columns, 4 C]."""
-    batch = len(patches)
-    values = patches.reshape(batch, rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
-    return values.reshape(batch, -1, rows * PATCH, columns * PATCH)
+def unpack(patches: Any, latents: Any) -> Any:
+    """The inverse of `pack`: patches [B, h w / 4, 4 C] in the shape of latents [B, C, h, w]."""
+    rows, columns = (size // PATCH for size in latents.shape[-2:])
+    values = patches.reshape(len(patches), rows, columns, -1, PATCH, PATCH)
+    return values.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
 
 
 @contextmanager

@@ -101,22 +101,17 @@ class Flux(family.PatchTransformer):
     denoiser_class = "FluxTransformer2DModel"
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+    text_encoders = (
         family.TextEncoder(
             "text_encoder", ("CLIPTextModel",), states=False, pooled="pooler_output"
         ),
         family.TextEncoder("text_encoder_2", ("T5EncoderModel",), "t5", tokens=512),
     )
-    attention_layers: ClassVar[tuple[str, ...]] = (
-        *family.Family.attention_layers,
-        *family.TEXT_STREAM,
-    )
+    attention_layers = family.TWO_STREAMS
     guidance_input = True
     num_inference_steps = 28
     guidance_scale = 3.5
-    refused_devices: ClassVar[Mapping[str, str]] = {
-        "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
-    }
+    refused_devices = family.FLOAT64_ROPE
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         *({"text_encoder": "lora_te1"}, original_layer),
         lambda transformer, prediction_type: family.KohyaBase(
@@ -140,20 +135,18 @@ class Flux(family.PatchTransformer):
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
-        rows, columns = (size // family.PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
-        guided = self.takes_guidance(denoiser.config)
         predicted = denoiser(
             family.pack(noisy_latents),
             encoder_hidden_states=text,
             pooled_projections=conditioning["pooled_prompt_embeds"],
             timestep=timesteps / 1000,
-            guidance=conditioning["guidance"] if guided else None,
+            guidance=conditioning["guidance"] if self.takes_guidance(denoiser.config) else None,
             img_ids=positions(noisy_latents),
             txt_ids=text_positions(text),
             return_dict=False,
         )[0]
-        return family.unpack(predicted, rows, columns)
+        return family.unpack(predicted, noisy_latents)
 
 
 def positions(latents: Any) -> Any:

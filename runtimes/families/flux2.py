@@ -62,21 +62,16 @@ class Flux2(family.PatchTransformer):
     draws_latents = False  # Black Forest Labs' code never reads the log-variance
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+    text_encoders = (
         family.TextEncoder(
             "text_encoder", ("Qwen3ForCausalLM",), "llm", tokens=512, layers=(9, 18, 27)
         ),
     )
-    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    inputs = ("prompt_embeds",)
     guidance_scale = 4.0
-    attention_layers: ClassVar[tuple[str, ...]] = (
-        *family.Family.attention_layers,
-        *family.TEXT_STREAM,
-        *("to_qkv_mlp_proj", "attn.to_out"),  # of single blocks, fused with the MLP's
-    )
-    refused_devices: ClassVar[Mapping[str, str]] = {
-        "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
-    }
+    #: The last two are those of single blocks, fused with the MLP's.
+    attention_layers = (*family.TWO_STREAMS, "to_qkv_mlp_proj", "attn.to_out")
+    refused_devices = family.FLOAT64_ROPE
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         {},
         partial(original_layer, top=_TOP, double=_DOUBLE, single=_SINGLE, fused_single={}),
@@ -144,7 +139,6 @@ class Flux2(family.PatchTransformer):
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
-        rows, columns = (size // family.PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
         predicted = denoiser(
             family.pack(noisy_latents),
@@ -154,7 +148,7 @@ class Flux2(family.PatchTransformer):
             txt_ids=text_positions(text),
             return_dict=False,
         )[0]
-        return family.unpack(predicted, rows, columns)
+        return family.unpack(predicted, noisy_latents)
 
 
 def image_positions(latents: Any) -> Any:

@@ -22,7 +22,7 @@ class QwenImage(family.PatchTransformer):
     default_scaling_factor = 1.0
     blocks = ("QwenImageTransformerBlock",)
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+    text_encoders = (
         family.TextEncoder(
             *("text_encoder", ("Qwen2_5_VLForConditionalGeneration",), "llm"),
             tokens=1024,
@@ -31,15 +31,10 @@ class QwenImage(family.PatchTransformer):
             padded=False,
         ),
     )
-    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    inputs = ("prompt_embeds",)
     guidance_scale = 4.0  # the pipeline's true_cfg_scale
-    attention_layers: ClassVar[tuple[str, ...]] = (
-        *family.Family.attention_layers,
-        *family.TEXT_STREAM,
-    )
-    refused_devices: ClassVar[Mapping[str, str]] = {
-        "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
-    }
+    attention_layers = family.TWO_STREAMS
+    refused_devices = family.COMPLEX_ROPE
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         *({}, lambda layer, config: family.KohyaLayer(layer)),
         lambda transformer, prediction_type: family.KohyaBase(
@@ -65,14 +60,8 @@ class QwenImage(family.PatchTransformer):
         """The guided prediction of a patch has the norm of its conditional prediction."""
         guided = super().guide(unconditional, conditional, weight)
         batch, channels, height, width = guided.shape
-        parted = (
-            batch,
-            channels,
-            height // family.PATCH,
-            family.PATCH,
-            width // family.PATCH,
-            family.PATCH,
-        )
+        side = family.PATCH
+        parted = (batch, channels, height // side, side, width // side, side)
         patches = guided.reshape(parted)
         wanted = conditional.reshape(parted)
         ratio = (_square(wanted) / _square(patches)) ** 0.5
@@ -113,7 +102,7 @@ class QwenImage(family.PatchTransformer):
                 img_shapes=[[(1, rows, columns)]] * len(noisy_latents),
                 return_dict=False,
             )[0]
-        return family.unpack(predicted, rows, columns)
+        return family.unpack(predicted, noisy_latents)
 
 
 @cache

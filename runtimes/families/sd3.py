@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from runtimes.families.family import TEXT_STREAM, Family, TextEncoder
+from runtimes.families.family import TWO_STREAMS, Family, TextEncoder
 
 _CLIP = ("CLIPTextModelWithProjection",)
 
@@ -23,14 +23,14 @@ class SD3(Family):
     denoiser_class = "SD3Transformer2DModel"
     blocks = ("JointTransformerBlock",)
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+    text_encoders = (
         TextEncoder("text_encoder", _CLIP, pooled="text_embeds"),
         TextEncoder("text_encoder_2", _CLIP, pooled="text_embeds"),
         TextEncoder("text_encoder_3", ("T5EncoderModel",), "t5", tokens=256, optional=True),
     )
     num_inference_steps = 28
     guidance_scale = 7.0
-    attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
+    attention_layers = TWO_STREAMS
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
         return int(config.get("patch_size", 2))

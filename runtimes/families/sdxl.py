@@ -8,15 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from artifacts.latent_shards import LatentSample
 from runtimes.families import family
 from runtimes.families.sd import SD
-
-
-def add_time_ids(sample: LatentSample) -> tuple[int, ...]:
-    """(original height, width, crop top, left, target height, width) in pixels."""
-    return (*sample.original_size, *sample.crop_top_left, *sample.target_size)
-
 
 _TOP = {
     "conv_in": "input_blocks.0.0",
@@ -32,6 +25,7 @@ _IN_RESNET = {
     "time_emb_proj": "emb_layers.1",
     "conv_shortcut": "skip_connection",
 }
+_PROJECTING = "CLIPTextModelWithProjection"
 _BLOCK = re.compile(r"(down|mid|up)_blocks?(?:\.(\d+))?\.(\w+?)s\.(\d+)\.(.+)")
 
 
@@ -82,14 +76,12 @@ class SDXL(SD):
 
     name = "sdxl"
     pipelines = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
-    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
-        family.TextEncoder("text_encoder", ("CLIPTextModel", "CLIPTextModelWithProjection")),
-        family.TextEncoder(
-            "text_encoder_2", ("CLIPTextModelWithProjection",), pooled="text_embeds"
-        ),
+    text_encoders = (
+        family.TextEncoder("text_encoder", ("CLIPTextModel", _PROJECTING)),
+        family.TextEncoder("text_encoder_2", (_PROJECTING,), pooled="text_embeds"),
     )
     clip_states: ClassVar[family.ClipStates] = "penultimate"
-    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+    inputs = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
     guidance_scale = 5.0
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
@@ -112,9 +104,14 @@ class SDXL(SD):
     def condition(
         self, samples: Sequence[family.Captioned], guidance_scale: float = 1.0
     ) -> family.Conditioning:
-        """Adds `add_time_ids` [B, 6] f32 to the base class's conditioning (section 2.2)."""
-        sizes = np.array([add_time_ids(sample.sample) for sample in samples], np.float32)
-        return super().condition(samples, guidance_scale) | {"add_time_ids": sizes}
+        """Adds `add_time_ids` [B, 6] f32 to the base class's conditioning (section 2.2).
+
+        (original height, width, crop top, left, target height, width) in pixels.
+        """
+        rows = [item.sample for item in samples]
+        sizes = [(*row.original_size, *row.crop_top_left, *row.target_size) for row in rows]
+        ids = np.array(sizes, np.float32)
+        return super().condition(samples, guidance_scale) | {"add_time_ids": ids}
 
     def drawing_condition(self, size: tuple[int, int], guidance_scale: float) -> dict[str, Any]:
         return {"add_time_ids": np.array([*size, 0, 0, *size], np.float32)}

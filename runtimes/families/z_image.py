@@ -28,7 +28,7 @@ class ZImage(family.PatchTransformer):
     draws_latents = False  # as diffusers' train_dreambooth_lora_z_image.py
     blocks = ("ZImageTransformerBlock",)
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+    text_encoders = (
         family.TextEncoder(
             *("text_encoder", ("Qwen3Model", "Qwen3ForCausalLM"), "llm"),
             tokens=512,
@@ -36,10 +36,8 @@ class ZImage(family.PatchTransformer):
             padded=False,
         ),
     )
-    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
-    refused_devices: ClassVar[Mapping[str, str]] = {
-        "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
-    }
+    inputs = ("prompt_embeds",)
+    refused_devices = family.COMPLEX_ROPE
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         *({}, lambda layer, config: family.KohyaLayer(layer)),
         lambda transformer, prediction_type: family.KohyaBase(
@@ -111,7 +109,9 @@ def forward(model: Any, latents: Any, time: Any, prompt_embeds: Any, mask: Any) 
     for layer in model.layers:
         joint = _run(model, layer, joint, torch.cat([every, attended], dim=1), rope, adaln)
     output = model.all_final_layer[_SIZES](joint, c=adaln)
-    return from_patches(output[:, : rows * columns], rows, columns)
+    side = family.PATCH
+    values = output[:, : rows * columns].reshape(len(output), rows, columns, side, side, -1)
+    return values.permute(0, 5, 1, 3, 2, 4).reshape(latents.shape)
 
 
 def _run(model: Any, layer: Any, *inputs: Any) -> Any:
@@ -126,18 +126,9 @@ def _run(model: Any, layer: Any, *inputs: Any) -> Any:
 def patches(latents: Any) -> Any:
     """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (2, 2, C)."""
     batch, channels, height, width = latents.shape
-    rows = height // family.PATCH
-    columns = width // family.PATCH
-    parted = latents.reshape(batch, channels, rows, family.PATCH, columns, family.PATCH)
-    return parted.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
-
-
-def from_patches(values: Any, rows: int, columns: int) -> Any:
-    """The inverse of `patches`, for patches [B, rows * columns, 4 C]."""
-    parted = values.reshape(len(values), rows, columns, family.PATCH, family.PATCH, -1)
-    return parted.permute(0, 5, 1, 3, 2, 4).reshape(
-        len(values), -1, rows * family.PATCH, columns * family.PATCH
-    )
+    side = family.PATCH
+    parted = latents.reshape(batch, channels, height // side, side, width // side, side)
+    return parted.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def image_positions(latents: Any, ends: Any, padding: int) -> Any:

@@ -31,14 +31,12 @@ from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.training_objective import LatentScale
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, Images
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, Images, image_levels
 from runtimes.sample.diffusers_pipeline import BasePipeline
-from runtimes.sample.initial_noise import image_levels
-from runtimes.sample.load_network import load_network
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models import encoders
 from runtimes.torch_models.loading import make_scheduler
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import Network, load_network
 
 
 class Sampler:

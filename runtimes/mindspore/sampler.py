@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 from configs.secrets import one_line
+from runtimes.adapters.lora_files import load_trained_components
 from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
 from runtimes.families import TextEncoder
@@ -28,9 +29,8 @@ from runtimes.mindspore import network as networks
 from runtimes.mindspore.device import precision, start
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
+from runtimes.sample.conditioning import NoiseBatch
 from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
-from runtimes.sample.generate_job import load_trained_components
-from runtimes.sample.initial_noise import NoiseBatch
 from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary
 
 Float32 = NDArray[np.float32]

@@ -11,7 +11,7 @@ published scheduler_config.json must all use the changed config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,21 +205,20 @@ def schedule_of(config: Mapping[str, Any]) -> Schedule:
     count = config.get("num_train_timesteps", 1000)
     if type(count) is not int or not 0 < count <= MOST_TIMESTEPS:
         raise Refused(f"num_train_timesteps is {count!r}, not 1 to {MOST_TIMESTEPS:,}")
+    schedule: Schedule
     with np.errstate(all="ignore"):
-        schedule = _schedule_of(config)
-    table = schedule.sigmas if isinstance(schedule, FlowSchedule) else schedule.alphas_cumprod
+        if is_flow(config):
+            schedule = FlowSchedule.from_config(config)
+            table = schedule.sigmas
+        elif config.get("beta_schedule") is None and config.get("trained_betas") is None:
+            name = config.get("_class_name", "without a class")
+            raise Refused(f"the scheduler {name} is not known here: it has no beta_schedule")
+        else:
+            schedule = NoiseSchedule.from_config(config)
+            table = schedule.alphas_cumprod
     if not ((table >= 0) & (table <= 1 + 1e-6)).all():
         raise Refused("the scheduler's settings give noise levels outside of 0 to 1")
     return schedule
-
-
-def _schedule_of(config: Mapping[str, Any]) -> Schedule:
-    if is_flow(config):
-        return FlowSchedule.from_config(config)
-    if config.get("beta_schedule") is None and config.get("trained_betas") is None:
-        name = config.get("_class_name", "without a class")
-        raise Refused(f"the scheduler {name} is not known here: it has no beta_schedule")
-    return NoiseSchedule.from_config(config)
 
 
 def _betas(config: Mapping[str, Any]) -> Array:
@@ -248,8 +247,7 @@ def _betas(config: Mapping[str, Any]) -> Array:
 def _linspace(first: float, last: float, count: int) -> Array:
     """torch.linspace in float32, bit for bit: PyTorch computes each half from its own end."""
     steps = np.arange(count)
-    low = np.float32(first)
-    high = np.float32(last)
+    low, high = map(np.float32, (first, last))
     by = np.float64((high - low) / np.float32(count - 1))
     rising = low + by * steps
     falling = high - by * (count - 1 - steps)
@@ -352,25 +350,36 @@ def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]
     Raises:
         Refused: the settings turn a diffusion model into a flow model, or the reverse.
     """
-    if is_flow(base):
-        _check_flow(base, settings)
-        return dict(base)
+    name = base.get("_class_name")
     kind = settings.prediction_type
     zero_snr = settings.zero_terminal_snr
+    if is_flow(base):
+        if kind not in (None, FLOW):
+            raise Refused(
+                f"train.prediction_type: {kind}, but the base is a flow ({name}): leave it null"
+            )
+        if zero_snr is not None:
+            raise Refused(
+                f"train.zero_terminal_snr is for diffusion, and the base is a flow ({name}), which "
+                "always ends in pure noise: set it to null"
+            )
+        return dict(base)
     if kind == FLOW:
         raise Refused(
-            f"train.prediction_type: flow needs a base with a FlowMatch scheduler, "
-            f"this one's is {base.get('_class_name')}"
+            "train.prediction_type: flow needs a base with a FlowMatch scheduler, "
+            f"this one's is {name}"
         )
     changed = {
         **({} if kind is None else {"prediction_type": kind}),
         **({} if zero_snr is None else {"rescale_betas_zero_snr": zero_snr}),
         **({"timestep_spacing": "trailing"} if zero_snr else {}),
     }
-    lacks = (zero_snr and base.get("_class_name") not in RESCALES_BETAS) or (
-        kind == "sample" and base.get("_class_name") not in PREDICTS_SAMPLE
-    )
-    return {**(_fallback(base) if lacks else base), **changed}
+    if (zero_snr and name not in RESCALES_BETAS) or (
+        kind == "sample" and name not in PREDICTS_SAMPLE
+    ):
+        kept = {setting: base[setting] for setting in _KEPT if setting in base}
+        base = {"_class_name": FALLBACK, **kept, "clip_sample": False}
+    return {**base, **changed}
 
 
 def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
@@ -395,25 +404,6 @@ def trained_scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[s
     return None if {**defaults, **config} == {**defaults, **base} else config
 
 
-def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
-    name = base["_class_name"]
-    if settings.prediction_type not in (None, FLOW):
-        raise Refused(
-            f"train.prediction_type: {settings.prediction_type}, but the base is a flow "
-            f"({name}): leave it null"
-        )
-    if settings.zero_terminal_snr is not None:
-        raise Refused(
-            f"train.zero_terminal_snr is for diffusion, and the base is a flow ({name}), which "
-            "always ends in pure noise: set it to null"
-        )
-
-
-def _fallback(base: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: base[name] for name in _KEPT if name in base}
-    return {"_class_name": FALLBACK, **kept, "clip_sample": False}
-
-
 def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """`config` with the class of another scheduler, and the same noise schedule.
 
@@ -430,23 +420,17 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise Refused(
             f"scheduler {name} is not for this model, whose own is {config.get('_class_name')}"
         )
-    if config.get("rescale_betas_zero_snr"):
-        _refuse(name, NO_ZERO_SNR, "zero terminal SNR")
-    if config.get("prediction_type") == "sample":
-        _refuse(name, NO_SAMPLE, "prediction_type sample")
+    for needed, lacking, what in (
+        (config.get("rescale_betas_zero_snr"), NO_ZERO_SNR, "zero terminal SNR"),
+        (config.get("prediction_type") == "sample", NO_SAMPLE, "prediction_type sample"),
+    ):
+        if needed and name in lacking:
+            others = [key for key in SCHEDULERS if key not in (*lacking, "flow_euler")]
+            raise Refused(
+                f"scheduler {name} cannot draw a model with {what}: choose one of "
+                f"{', '.join(others)}"
+            )
     return {**config, "_class_name": kind, "clip_sample": False}
-
-
-def _refuse(name: str, lacking: Sequence[str], what: str) -> None:
-    if name in lacking:
-        others = [
-            scheduler
-            for scheduler in SCHEDULERS
-            if scheduler not in lacking and scheduler != "flow_euler"
-        ]
-        raise Refused(
-            f"scheduler {name} cannot draw a model with {what}: choose one of {', '.join(others)}"
-        )
 
 
 def sampling_scheduler(

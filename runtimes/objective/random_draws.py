@@ -3,8 +3,8 @@
 NumPy's Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The
 key is (seed, stream). Words 1 to 3 of the counter hold our counters; NumPy advances word 0.
 
-The settings give the probability of each noise level. The other draws are noise, offset noise,
-input perturbation, caption dropout and choices: each is keyed on (seed, stream, sample counter).
+The settings give the probability of each noise level. Draws of a sample (its noise and choices) are
+keyed on (seed, stream, sample counter).
 """
 
 from __future__ import annotations
@@ -141,54 +141,6 @@ class Choices:
     dropped: bool  # whether the empty caption replaces the caption
     flip: float  # uniform in [0, 1), below 0.5: use the mirrored image, if stored
     mask: float  # uniform in [0, 1), selects a mask
-
-
-def draw_choices(
-    seed: int,
-    counters: Sequence[int],
-    levels: int,
-    cumulative: Probabilities | None,
-    caption_dropout_rate: float,
-) -> list[Choices]:
-    """The random choices for each sample.
-
-    Args:
-        counters: B sample counters.
-        levels: number of noise levels.
-        cumulative: distribution function of levels [levels]; None draws them uniformly.
-        caption_dropout_rate: probability of training a sample without its caption.
-    """
-    choices = []
-    for rng in generators(seed, Stream.CHOICES, counters):
-        level, caption, dropout, flip, mask = rng.random(5).tolist()
-        chosen = int(level * levels) if cumulative is None else level_at(level, cumulative)
-        choices.append(Choices(chosen, caption, dropout < caption_dropout_rate, flip, mask))
-    return choices
-
-
-def draw_noise(seed: int, counters: Sequence[int], shape: tuple[int, ...], offset: float) -> Array:
-    """eps [B, C, h, w] f32, with a random shift per channel for a noise offset.
-
-    N. Guttenberg, "Diffusion with offset noise", 2023.
-
-    Args:
-        counters: B sample counters.
-        shape: (C, h, w).
-        offset: scale of the shift; 0 draws none.
-    """
-    noise = draw_normal(seed, Stream.NOISE, counters, shape)
-    if offset:
-        shift = draw_normal(seed, Stream.NOISE_OFFSET, counters, (shape[0], 1, 1))
-        noise = noise + np.float32(offset) * shift
-    return noise
-
-
-def perturb(seed: int, counters: Sequence[int], noise: Array, scale: float) -> Array:
-    """The perturbed noise of the model's input; the target has `noise` (arXiv 2301.11706)."""
-    if not scale:
-        return noise
-    more = draw_normal(seed, Stream.INPUT_PERTURBATION, counters, noise.shape[1:])
-    return noise + np.float32(scale) * more
 
 
 def draw_normal(

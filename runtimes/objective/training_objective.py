@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
 from runtimes.objective import noise_schedule, random_draws
+from runtimes.objective.random_draws import Stream, draw_normal
 
 Array = NDArray[np.float32]
 FlowWeighting = Literal["none", "sigma_sqrt", "cosmap"]
@@ -183,34 +184,28 @@ class Objective:
     _bounds: random_draws.Probabilities | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, noise_schedule.NoiseSchedule):
-            self._check_diffusion(self.schedule)
-        else:
-            self._check_flow()
-        bounds = random_draws.level_bounds(self.sampling, len(self.schedule))
-        object.__setattr__(self, "_bounds", bounds)
-
-    def _check_flow(self) -> None:
-        for name in ("snr_gamma", "debiased_estimation_loss"):
-            if getattr(self, name):
-                raise Refused(
-                    f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
-                    "train.weighting_scheme"
-                )
-
-    def _check_diffusion(self, schedule: noise_schedule.NoiseSchedule) -> None:
-        if self.weighting_scheme != "none":
+        schedule = self.schedule
+        if isinstance(schedule, noise_schedule.FlowSchedule):
+            for name in ("snr_gamma", "debiased_estimation_loss"):
+                if getattr(self, name):
+                    raise Refused(
+                        f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
+                        "train.weighting_scheme"
+                    )
+        elif self.weighting_scheme != "none":
             raise Refused(
                 f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
                 "base's scheduler is for diffusion: use train.snr_gamma or "
                 "train.debiased_estimation_loss"
             )
-        if schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
+        elif schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
             raise Refused(
                 "prediction_type epsilon cannot go with zero terminal SNR (train.zero_terminal_snr "
                 "or the scheduler's rescale_betas_zero_snr): at the noisiest level the input "
                 "equals epsilon, a trivial prediction; set train.prediction_type to v_prediction"
             )
+        bounds = random_draws.level_bounds(self.sampling, len(self.schedule))
+        object.__setattr__(self, "_bounds", bounds)
 
     @classmethod
     def of(
@@ -256,19 +251,31 @@ class Objective:
         """The random choices for the samples at `counters`."""
         levels = len(self.schedule)
         bands = self.equidistant_levels
-        choices = random_draws.draw_choices(
-            self.seed, counters, levels, self._bounds, self.caption_dropout_rate
-        )
-        if bands is None:
-            return choices
-        middles = [(2 * (counter % bands) + 1) * levels // (2 * bands) for counter in counters]
-        return [
-            replace(choice, level=level) for choice, level in zip(choices, middles, strict=True)
-        ]
+        rngs = random_draws.generators(self.seed, Stream.CHOICES, counters)
+        choices = []
+        for counter, rng in zip(counters, rngs, strict=True):
+            u, caption, dropout, flip, mask = rng.random(5).tolist()
+            if bands is not None:
+                level = (2 * (counter % bands) + 1) * levels // (2 * bands)
+            elif self._bounds is None:
+                level = int(u * levels)
+            else:
+                level = random_draws.level_at(u, self._bounds)
+            dropped = dropout < self.caption_dropout_rate
+            choices.append(random_draws.Choices(level, caption, dropped, flip, mask))
+        return choices
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
-        """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w)."""
-        return random_draws.draw_noise(self.seed, counters, shape, self.noise_offset)
+        """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w).
+
+        A noise offset shifts each channel at random (N. Guttenberg, "Diffusion with offset noise",
+        2023).
+        """
+        noise = draw_normal(self.seed, Stream.NOISE, counters, shape)
+        if self.noise_offset:
+            shift = draw_normal(self.seed, Stream.NOISE_OFFSET, counters, (shape[0], 1, 1))
+            noise = noise + np.float32(self.noise_offset) * shift
+        return noise
 
     def noised(
         self, mean: Array, logvar: Array, levels: noise_schedule.Levels, counters: Sequence[int]
@@ -282,25 +289,22 @@ class Objective:
             counters: B sample counters.
         """
         shape = mean.shape[1:]
-        schedule = self._schedule_for(*mean.shape[-2:])
-        eps = random_draws.draw_normal(self.seed, random_draws.Stream.POSTERIOR, counters, shape)
+        schedule = self.schedule
+        if self.resolution_shift and isinstance(schedule, noise_schedule.FlowSchedule):
+            schedule = schedule.shifted(self.resolution_shift, *mean.shape[-2:])
+        eps = draw_normal(self.seed, Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)
-        perturbed = random_draws.perturb(self.seed, counters, noise, self.input_perturbation)
+        perturbed = noise
+        if self.input_perturbation:  # arXiv 2301.11706: the target has `noise`
+            more = draw_normal(self.seed, Stream.INPUT_PERTURBATION, counters, shape)
+            perturbed = noise + np.float32(self.input_perturbation) * more
         return NoisedBatch(
             schedule.add_noise(latents, perturbed, levels),
             schedule.timesteps(levels),
             schedule.target(latents, noise, levels),
             self.weight(levels, schedule),
         )
-
-    def _schedule_for(self, height: int, width: int) -> noise_schedule.Schedule:
-        """The schedule of latents [C, height, width]."""
-        if self.resolution_shift is None or not isinstance(
-            self.schedule, noise_schedule.FlowSchedule
-        ):
-            return self.schedule
-        return self.schedule.shifted(self.resolution_shift, height, width)
 
     def weight(self, levels: noise_schedule.Levels, schedule: noise_schedule.Schedule) -> Array:
         """Loss weight per sample [B] f32 at noise levels [B] of a schedule."""

@@ -25,7 +25,9 @@ from runtimes.process.job import HasModel
 class Config(dict[str, Any]):
     """A config file's settings; a missing setting raises Refused with the file's path."""
 
-    path: Path
+    def __init__(self, path: Path, contents: Mapping[str, Any]) -> None:
+        super().__init__(contents)
+        self.path = path
 
     def __missing__(self, name: str) -> Any:
         raise Refused(f"{self.path}: {name} is missing")
@@ -41,18 +43,11 @@ def read_config(path: Path) -> Config:
         raise Refused(f"{path}: not valid JSON") from None
     if not isinstance(contents, dict):
         raise Refused(f"{path}: not a model's config")
-    config = Config(contents)
-    config.path = path
-    return config
+    return Config(path, contents)
 
 
-TEXT_PARTS = (
-    "text_encoder",
-    "text_encoder_2",
-    "text_encoder_3",
-    "tokenizer",
-    "tokenizer_2",
-    "tokenizer_3",
+TEXT_PARTS = tuple(
+    kind + number for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")
 )
 #: Entries of `Base.encoders` that are positive integers; pooled_dim may be None.
 _SIZES = (
@@ -92,10 +87,10 @@ class Base:
         Raises:
             Refused: model_index.json is missing or invalid, or the family is unknown.
         """
-        family = detect_family(folder)
+        family, index = detect_family(folder)
         if vae_folder is not None and not (vae_folder / "config.json").is_file():
             vae_folder = vae_folder / "vae"
-        return cls(folder, family, read_config(folder / "model_index.json"), vae_folder)
+        return cls(folder, family, Config(folder / "model_index.json", index), vae_folder)
 
     @classmethod
     def of(cls, job: HasModel) -> Base:
@@ -165,7 +160,17 @@ class Base:
         except (TypeError, ValueError, OverflowError) as error:
             reason = f"a setting of its configs is invalid: {error}"
             raise Refused(f"{self.folder}: {reason}") from None
-        _check_description(self.folder, info)
+        for name in _SIZES:
+            size = 1 if name == "pooled_dim" and info[name] is None else info[name]
+            if type(size) is not int or not 0 < size < 2**31:
+                raise Refused(f"{self.folder}: its configs give {name} {info[name]!r}")
+        for name in ("scaling_factor", "shift_factor"):
+            if not _is_finite(info[name]):
+                raise Refused(f"{self.folder}: its VAE's {name} is {info[name]!r}, not a number")
+        patch = info["size_step"] // info["vae_scale_factor"]
+        for name in ("latents_mean", "latents_std"):
+            if not _is_per_channel(info[name], info["latent_channels"], patch):
+                raise Refused(f"{self.folder}: its VAE's {name} are not numbers, one per channel")
         return info
 
     def digest_encoders(self) -> str:
@@ -267,6 +272,7 @@ def _describe(base: Base) -> dict[str, Any]:
     vae = base.config("vae")
     base.check_text_encoders()
     channels, factor = family.vae_layout(vae)
+    clip = _describe_clip(base)
     return {
         "family": family.name,
         "latent_channels": channels,
@@ -277,9 +283,9 @@ def _describe(base: Base) -> dict[str, Any]:
         **family.latent_statistics(base.vae, vae),
         "empty_prompt": "zeros" if family.zero_empty_prompt(base.index) else "encoded",
         **({"distilled": True} if base.is_distilled else {}),
-        **_describe_clip(base),
+        **clip,
         **base.unusual_texts,
-        **({} if family.frozen_text is None else _describe_frozen(base, factor)),
+        **({} if family.frozen_text is None else _describe_frozen(base, clip, factor)),
     }
 
 
@@ -302,11 +308,10 @@ def _describe_clip(base: Base) -> dict[str, Any]:
     }
 
 
-def _describe_frozen(base: Base, factor: int) -> dict[str, Any]:
+def _describe_frozen(base: Base, clip: Mapping[str, Any], factor: int) -> dict[str, Any]:
     """Entries that differ with a T5 or LLM: its rows follow CLIP's, and latents form patches."""
     frozen = base.family.frozen_text
     assert frozen is not None
-    clip = _describe_clip(base)
     width = base.family.prompt_width(base.denoiser)
     clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
     info = {
@@ -338,21 +343,6 @@ def _width(config: Config, encoder: TextEncoder) -> int:
     if "hidden_size" not in nested:
         nested = config
     return len(encoder.layers) * int(nested["hidden_size"])
-
-
-def _check_description(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise Refused for entries of `Base.encoders` that are not numbers, or not positive."""
-    for name in _SIZES:
-        size = 1 if name == "pooled_dim" and info[name] is None else info[name]
-        if type(size) is not int or not 0 < size < 2**31:
-            raise Refused(f"{folder}: its configs give {name} {info[name]!r}")
-    for name in ("scaling_factor", "shift_factor"):
-        if not _is_finite(info[name]):
-            raise Refused(f"{folder}: its VAE's {name} is {info[name]!r}, not a number")
-    patch = info["size_step"] // info["vae_scale_factor"]
-    for name in ("latents_mean", "latents_std"):
-        if not _is_per_channel(info[name], info["latent_channels"], patch):
-            raise Refused(f"{folder}: its VAE's {name} are not numbers, one per channel")
 
 
 def _is_finite(value: Any) -> bool:
@@ -426,9 +416,17 @@ def trained_config(
         Refused: the extra inputs of config and settings contradict each other, the denoiser's
             class does not support them, or `instead` does not fit the base's pipeline.
     """
-    if instead is not None:
-        _check_fits(_without_extras(instead), _without_extras(base))
     config = dict(base if instead is None else instead)
+    if instead is not None:
+        plain = _without_extras(instead)
+        wanted = _without_extras(base)
+        for name in _SHARED:
+            # diffusers leaves out some settings that are false
+            if (plain.get(name) or None) != (wanted.get(name) or None):
+                actual = f"is {plain[name]}" if name in plain else "is missing"
+                raise Refused(
+                    f"train.denoiser_config: {name} {actual}, the base's is {wanted.get(name)}"
+                )
     has = ExtraInputs.from_config(config)
     asked = ExtraInputs.from_settings(settings)
     for name in ("inpainting", "aesthetic_score"):
@@ -460,16 +458,6 @@ def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
     if extras.aesthetic_score:
         plain["class_embed_type"] = None
     return plain
-
-
-def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """Raise Refused if a replacement's config does not fit the base's pipeline."""
-    for name in _SHARED:
-        value = config.get(name)
-        wanted = base.get(name)
-        if (value or None) != (wanted or None):  # diffusers leaves out some settings that are false
-            actual = "is missing" if name not in config else f"is {value}"
-            raise Refused(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")
 
 
 def vae_overflows(config: Mapping[str, Any], *, float16: bool) -> bool:

@@ -8,12 +8,11 @@ without PyTorch use this file too, so it imports no framework.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from configs.errors import Refused
-from runtimes.families import TextEncoder
 from runtimes.pipeline_folder.folder import Base, read_config
 
 DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
@@ -62,8 +61,7 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
         if whole.exists():
             return [whole]
         if index.exists():
-            names = _shard_names(index)
-            return [folder / name for name in names]
+            return [folder / name for name in _shard_names(index)]
     raise Refused(f"{folder / stem}.safetensors is missing: the weights of the part are required")
 
 
@@ -91,35 +89,27 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in _without_gaps(stored_weight_files(folder)):
+    paths = stored_weight_files(folder)
+    counts = [match for path in paths if (match := _SHARD_OF.search(path.name))]
+    if counts and len(counts) == len(paths) < (total := int(counts[0][1])):
+        raise Refused(
+            f"{folder}: only {len(paths)} of {total} files of weights are there: fetch "
+            "the model again"
+        )
+    for path in paths:
         try:
             with safe_open(path, framework="np") as stream:
                 for name in stream.keys():  # noqa: SIM118 (not a dict)
                     shapes[name] = tuple(stream.get_slice(name).get_shape())
         except SafetensorError as error:
-            if _is_pointer(path):
-                raise Refused(
-                    f"{path} is a pointer of Git LFS, no weights: run `git lfs pull` in its folder"
-                ) from None
+            with path.open("rb") as head:
+                if head.read(len(_POINTER)) == _POINTER:
+                    raise Refused(
+                        f"{path} is a pointer of Git LFS, no weights: run `git lfs pull` in its "
+                        "folder"
+                    ) from None
             raise Refused(f"{path} is no valid safetensors file: {error}") from None
     return shapes
-
-
-def _without_gaps(paths: list[Path]) -> list[Path]:
-    """The same files. Raises Refused if a shard that their names count is missing."""
-    counts = [match for path in paths if (match := _SHARD_OF.search(path.name))]
-    if counts and len(counts) == len(paths) < (total := int(counts[0][1])):
-        raise Refused(
-            f"{paths[0].parent}: only {len(paths)} of {total} files of weights are there: fetch "
-            "the model again"
-        )
-    return paths
-
-
-def _is_pointer(path: Path) -> bool:
-    """Whether a file is what `git clone` leaves in place of a large file without Git LFS."""
-    with path.open("rb") as stream:
-        return stream.read(len(_POINTER)) == _POINTER
 
 
 def _shard_names(index: Path) -> list[str]:
@@ -190,20 +180,19 @@ def check_weights(part: Path) -> None:
 def check_tokenizers(base: Base) -> None:
     """Raise Refused for a tokenizer that is damaged or does not fit its text encoder."""
     for encoder in base.family.text_encoders:
-        if encoder.kind == "clip" or base.has_frozen_text:
-            _check_tokenizer(base.part(encoder.tokenizer), base.config(encoder.component), encoder)
-
-
-def _check_tokenizer(folder: Path, config: dict[str, Any], encoder: TextEncoder) -> None:
-    check_vocabulary_files(folder, config)
-    if encoder.kind == "clip":  # other kinds: text_length takes the smaller limit
-        length = read_config(folder / "tokenizer_config.json").get("model_max_length")
-        wanted = config["max_position_embeddings"]
-        if length != wanted:
-            raise Refused(
-                f"{folder}: model_max_length in its tokenizer_config.json is {length}, its text "
-                f"encoder takes {wanted} tokens (max_position_embeddings): correct it"
-            )
+        if encoder.kind != "clip" and not base.has_frozen_text:
+            continue
+        folder = base.part(encoder.tokenizer)
+        config = base.config(encoder.component)
+        check_vocabulary_files(folder, config)
+        if encoder.kind == "clip":  # other kinds: text_length takes the smaller limit
+            length = read_config(folder / "tokenizer_config.json").get("model_max_length")
+            wanted = config["max_position_embeddings"]
+            if length != wanted:
+                raise Refused(
+                    f"{folder}: model_max_length in its tokenizer_config.json is {length}, its "
+                    f"text encoder takes {wanted} tokens (max_position_embeddings): correct it"
+                )
 
 
 def check_vocabulary_files(folder: Path, encoder: dict[str, Any]) -> None:
@@ -240,17 +229,16 @@ def _vocabulary(folder: Path) -> tuple[int, int | None]:
             raise Refused(
                 f"{folder}: {name} is missing, and tokenizer.json too: fetch the model again"
             )
-    return len(read_config(folder / "vocab.json")), sum(1 for _ in _merges(folder / "merges.txt"))
-
-
-def _merges(path: Path) -> Iterator[str]:
-    """The pairs of a file of merges. Raises Refused for a line without a pair."""
+    vocabulary = len(read_config(folder / "vocab.json"))
+    merges = 0
+    path = folder / "merges.txt"
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.startswith("#version"):
             if len(line.split()) != 2:
                 raise Refused(f"{path}, line {number}: no pair of tokens: fetch the model again")
-            yield line
+            merges += 1
+    return vocabulary, merges
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

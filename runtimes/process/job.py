@@ -58,7 +58,7 @@ class TrainJob(HasNetwork):
     latents: str  # URL of the folder of the latents artifact with the training samples
     train: dict[str, Any]  # configs.settings.train.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
-    out: str  # URL of the folder for the trained weights (see train/training_run.py)
+    out: str  # URL of the folder for the trained weights (see train/training_loop.py)
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
     vae: str | None = None  # VAE that replaces the pipeline's own in sample images

@@ -1,11 +1,12 @@
 """Initial noise, conditioning and scheduler coefficients of sampling, as arrays on the host.
 
-Runtimes that sample from tabulated coefficients (tabulated_schedulers.py) use this module in place
-of a diffusers pipeline.
+Image sizes and noise are equal on every runtime. `Conditioner` serves the runtimes that sample from
+tabulated coefficients (tabulated_schedulers.py) in place of a diffusers pipeline.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,99 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import Refused
+from runtimes.contract import ImagesNotFinite
 from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.families import Family, family_named
 from runtimes.families.extra_inputs import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.families.family import token_mask
 from runtimes.objective.noise_schedule import ResolutionShift, sampling_scheduler
-from runtimes.sample.initial_noise import image_size, noise_batches
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import Base
 from runtimes.sample.tabulated_schedulers import SchedulerTable, tabulate
-from runtimes.torch_models.loading import make_scheduler
+
+
+@dataclass(frozen=True)
+class NoiseBatch:
+    """Prompts and initial noise of one batch of images."""
+
+    count: int  # images to return; the rows after them are padding
+    prompts: list[str]  # [B], padded with copies of the last prompt
+    height: int  # pixels
+    width: int  # pixels
+    noise: NDArray[np.float32]  # [B, C, h, w], standard normal
+    #: One generator per image, for schedulers that draw noise at every step.
+    rngs: list[np.random.Generator]
+
+
+def check_size(asked: Mapping[str, int | None], base: Base) -> None:
+    """Raise Refused for an image size that a model does not support.
+
+    Args:
+        asked: setting name to pixels; None stands for the model's default size.
+    """
+    # Diffusers pipelines accept multiples of 8 only, even where the model accepts other sizes.
+    step = math.lcm(8, base.encoders["size_step"])
+    for setting, pixels in asked.items():
+        if (pixels or 0) % step:
+            near = max(step, round((pixels or 0) / step) * step)
+            raise Refused(f"{pixels} is not a multiple of {step}: set {near}", setting=setting)
+
+
+def image_size(
+    sampler: Mapping[str, Any], family: Family, config: Mapping[str, Any], scale: int
+) -> tuple[int, int]:
+    """(height, width) in pixels of a sampler's images; arguments as for `noise_batches`."""
+    own = family.sample_size(config) * scale
+    return sampler.get("height") or own, sampler.get("width") or own
+
+
+def noise_batches(
+    prompts: Sequence[str],
+    sampler: Mapping[str, Any],
+    family: Family,
+    config: Mapping[str, Any],
+    scale: int,
+    *,
+    first: int,
+    rows: int = 0,
+) -> Iterator[NoiseBatch]:
+    """Yield batches of `batch_size` prompts with their initial noise.
+
+    Image number n always has the same noise, so results do not depend on the batch size.
+
+    Args:
+        sampler: as GenerateJob.sampler; a height or width of None is the model's default.
+        config: diffusers config of the denoiser.
+        scale: image pixels per latent pixel, along one side (VAE scale factor).
+        first: number of the first image; it selects the noise stream.
+        rows: number of rows to which each batch is padded with copies of its last prompt.
+    """
+    height, width = image_size(sampler, family, config, scale)
+    shape = (family.latent_channels(config), height // scale, width // scale)
+    size = sampler["batch_size"]
+    for start in range(0, len(prompts), size):
+        part = list(prompts[start : start + size])
+        count = len(part)
+        part += [part[-1]] * (rows - count)
+        numbers = range(first + start, first + start + len(part))
+        rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
+        noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
+        yield NoiseBatch(count, part, height, width, noise, rngs)
+
+
+def image_levels(images: NDArray[Any]) -> NDArray[np.uint8]:
+    """Images [N, H, W, 3] in 0..1 as uint8.
+
+    Raises:
+        ImagesNotFinite: a pixel is NaN or infinite; as bytes, it would be black.
+    """
+    if not np.isfinite(images).all():
+        raise ImagesNotFinite(
+            "the model's pictures are not finite: a weight is not finite, or activations exceed "
+            "the dtype of drawing (dtype, evaluate.dtype): choose bfloat16 or float32"
+        )
+    return np.asarray((images * 255).round().astype(np.uint8))
+
 
 Float32 = NDArray[np.float32]
 #: Encodes images [B, 3, H, W] f32 in -1..1 to the mean and log-variance [B, C, h, w] of latents.
@@ -72,6 +158,8 @@ class Conditioner:
         Raises:
             Refused: the selected scheduler has no such table, or `eta` is not 0.
         """
+        from runtimes.torch_models.loading import make_scheduler  # MindSpore's lacks PyTorch
+
         if sampler.get("eta"):
             raise Refused("eta: a tabulated scheduler draws no noise in its steps: set 0")
         family = self.family
@@ -107,36 +195,23 @@ class Conditioner:
         family = self.family
         guided = family.is_guided(sampler, self.info)
         unconditional = self._unconditional(sampler.get("negative_prompt")) if guided else None
-        more: dict[str, Float32] | None = None
         factor = self.info["vae_scale_factor"]
+        size = image_size(sampler, family, denoiser, factor)
+        more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
+        drawn = family.drawing_condition(size, sampler["guidance_scale"])
         for batch in noise_batches(
             prompts, sampler, family, denoiser, factor, first=first, rows=rows
         ):
-            size = (batch.height, batch.width)
-            if more is None:
-                more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
-            conditioning = self._condition(batch.prompts, unconditional)
-            drawn = family.drawing_condition(size, sampler["guidance_scale"])
+            conditioning = self._embeds(batch.prompts)
+            if unconditional is not None:
+                conditioning, negative = same_length(conditioning, unconditional)
+                conditioning = {
+                    name: _interleave(np.broadcast_to(negative[name], array.shape), array)
+                    for name, array in conditioning.items()
+                }
             count = len(conditioning["prompt_embeds"])
             conditioning |= {n: np.repeat(array[None], count, axis=0) for n, array in drawn.items()}
             yield ConditionedNoise(batch.count, batch.noise, conditioning | more)
-
-    def _condition(
-        self, captions: list[str], unconditional: dict[str, Float32] | None
-    ) -> dict[str, Float32]:
-        """Text conditioning, interleaved with the unconditional rows where guidance is on.
-
-        Args:
-            unconditional: unconditional embeddings [1, ...]; None without guidance.
-        """
-        conditioning = self._embeds(captions)
-        if unconditional is not None:
-            conditioning, unconditional = same_length(conditioning, unconditional)
-            conditioning = {
-                name: _interleave(np.broadcast_to(unconditional[name], array.shape), array)
-                for name, array in conditioning.items()
-            }
-        return conditioning
 
     def _extra_inputs(
         self, extras: ExtraInputs, size: tuple[int, int], sampler: Mapping[str, Any], rows: int
@@ -151,9 +226,8 @@ class Conditioner:
             times = 2 * rows if self.family.is_guided(sampler, self.info) else rows
             inputs["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
         if extras.aesthetic_score:
-            inputs["aesthetic_score"] = np.tile(
-                np.array(aesthetic_scores(sampler), np.float32), rows
-            )
+            scores = np.array(aesthetic_scores(sampler), np.float32)
+            inputs["aesthetic_score"] = np.tile(scores, rows)
         return inputs
 
     def _unconditional(self, negative: str | None) -> dict[str, Float32]:
@@ -195,18 +269,15 @@ def padded_embeds(states: Sequence[Float32]) -> dict[str, Float32]:
 
 def same_length(*conditionings: dict[str, Float32]) -> list[dict[str, Float32]]:
     """Pad embeddings and masks of varying length to the longest; others stay as they are."""
-    if not all("prompt_embeds_mask" in conditioning for conditioning in conditionings):
+    if "prompt_embeds_mask" not in conditionings[0]:
         return list(conditionings)
-    names = ("prompt_embeds", "prompt_embeds_mask")
     length = max(conditioning["prompt_embeds"].shape[1] for conditioning in conditionings)
-    return [
-        conditioning
-        | {
-            name: np.stack([_with_rows(row, length) for row in conditioning[name]])
-            for name in names
-        }
-        for conditioning in conditionings
-    ]
+    for name in ("prompt_embeds", "prompt_embeds_mask"):
+        conditionings = tuple(
+            c | {name: np.stack([_with_rows(row, length) for row in c[name]])}
+            for c in conditionings
+        )
+    return list(conditionings)
 
 
 def _with_rows(array: Float32, rows: int) -> Float32:

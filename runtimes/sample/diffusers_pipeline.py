@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 
 from runtimes.families import Family
 from runtimes.families.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
-from runtimes.objective.noise_schedule import sampling_scheduler
+from runtimes.objective.noise_schedule import read_scheduler_config, sampling_scheduler
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.generate_job import LOSS_BATCH, load_trained_scheduler
-from runtimes.sample.initial_noise import NoiseBatch, image_levels, noise_batches
+from runtimes.sample.conditioning import NoiseBatch, image_levels, noise_batches
+from runtimes.sample.generate_job import LOSS_BATCH
 
 
 class PipelineSampler(ABC):
@@ -48,8 +49,7 @@ class PipelineSampler(ABC):
         self._make_scheduler = make_scheduler
         self._pads_batches = pads_batches
         pipe.set_progress_bar_config(disable=True)
-        replaceable = ("scheduler", *family.clip_encoders)
-        self._defaults = {name: getattr(pipe, name) for name in replaceable}
+        self._defaults = {n: getattr(pipe, n) for n in ("scheduler", *family.clip_encoders)}
 
     def use(self, network: Any, scheduler: Any = None) -> None:
         """Replace components of the pipeline; all others are reset to the pipeline's.
@@ -213,7 +213,10 @@ class BasePipeline(ABC):
     def load(self, drawing: Drawing) -> None:
         self._release()
         self._network = self._load_network(drawing)
-        self._scheduler = load_trained_scheduler(drawing, self._make_scheduler)
+        self._scheduler = None  # the pipeline's
+        if "scheduler" in drawing.parts:  # training changed noise schedule or prediction type
+            config = read_scheduler_config(Path(drawing.parts["scheduler"]))
+            self._scheduler = self._make_scheduler(config)
         self.encodes_text = self._network.encodes_text
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:

@@ -1,14 +1,10 @@
-"""The generate job of every runtime: images and held-out losses of a list of models.
-
-Trained components of a model are its denoiser, text encoders and scheduler.
-"""
+"""The generate job of every runtime: images and held-out losses of a list of models."""
 
 from __future__ import annotations
 
 import io
 import json
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +15,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from artifacts.records import write_atomic
-from configs.errors import Refused
-from runtimes.adapters.lora import read_adapters
 from runtimes.contract import Pipeline
 from runtimes.data.loader import BatchReader, Holdout, draw_losses, open_job_latents
-from runtimes.objective.noise_schedule import read_schedule, read_scheduler_config
+from runtimes.objective.noise_schedule import read_schedule
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import Drawing, Events, GenerateJob
@@ -102,29 +96,29 @@ def _missing(out: Path, job: GenerateJob) -> list[range]:
 
 
 def _holdout(job: GenerateJob, base: Base, drawing: Drawing, pipeline: Pipeline) -> Holdout:
-    scheduler = drawing.parts.get("scheduler", base.part("scheduler"))
     latents = open_job_latents(str(job.latents))
     family = base.family
     objective = Objective(
-        schedule=read_schedule(Path(scheduler)),
+        schedule=read_schedule(Path(drawing.parts.get("scheduler", base.part("scheduler")))),
         scale=LatentScale.from_info(latents.info, draws=family.draws_latents),
         seed=job.holdout["seed"],
         noise_offset=job.holdout.get("noise_offset", 0.0),
         equidistant_levels=job.holdout["levels"],
     )
-    folder = Path(drawing.parts.get(family.denoiser, base.denoiser_folder))
     reader = BatchReader(
         latents,
         family,
         objective,
         text_encoders=pipeline.encodes_text,
-        extras=folder_extras(folder),
+        extras=folder_extras(Path(drawing.parts.get(family.denoiser, base.denoiser_folder))),
         guidance_scale=job.holdout.get("guidance_scale", 1.0),
     )
-    rows = min(LOSS_BATCH, job.sampler["batch_size"])  # the sampling batch fits in memory
-    samples = job.holdout["samples"]
-    levels = job.holdout["levels"]
-    return Holdout(reader, samples=samples, draws=levels, batch_size=rows)
+    return Holdout(
+        reader,
+        samples=job.holdout["samples"],
+        draws=job.holdout["levels"],
+        batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # the sampling batch fits in memory
+    )
 
 
 def _save_images(
@@ -148,46 +142,3 @@ def _path(out: Path, number: int) -> Path:
 
 def _write(path: Path, data: bytes) -> None:
     write_atomic(LocalFileSystem(), str(path), data)
-
-
-#: Loads one component: (name, folder, adapters to merge by layer name) -> model.
-Load = Callable[[str, Path, Mapping[str, Any]], Any]
-
-
-def load_trained_components(drawing: Drawing, base: Base, load: Load) -> dict[str, Any]:
-    """Load the denoiser of a drawing and the text encoders that were trained with it.
-
-    Args:
-        drawing: folders of trained components, and the LoRA file, if any.
-        base: the pipeline, which supplies every untrained component.
-        load: loads one component and merges its adapters.
-
-    Returns:
-        Component name, such as `unet` or `text_encoder`, to model.
-
-    Raises:
-        Refused: the adapters were trained for another architecture.
-    """
-    family = base.family
-    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
-    known = (family.denoiser, *family.clip_encoders)
-    if strange := adapters.keys() - set(known):
-        raise Refused(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
-    return {
-        name: load(name, Path(drawing.parts.get(name, base.part(name))), adapters.get(name, {}))
-        for name in known
-        if name == family.denoiser or name in adapters.keys() | drawing.parts.keys()
-    }
-
-
-def load_trained_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """The scheduler that a drawing replaces, or None where it keeps the pipeline's scheduler.
-
-    A drawing has its own scheduler when training changed the noise schedule or prediction type.
-
-    Args:
-        make: constructs a scheduler from its diffusers config.
-    """
-    if "scheduler" not in drawing.parts:
-        return None
-    return make(read_scheduler_config(Path(drawing.parts["scheduler"])))

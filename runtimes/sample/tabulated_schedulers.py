@@ -20,14 +20,6 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 
-_REFUSED = (
-    "clip_sample",
-    "invert_sigmas",
-    "stochastic_sampling",
-    "thresholding",
-    "use_flow_sigmas",
-)
-
 
 @dataclass(frozen=True)
 class StepCoefficients:
@@ -69,10 +61,10 @@ def tabulate(
     """
     name = type(scheduler).__name__
     if name not in _ROWS:
-        raise Refused(
-            f"the scheduler {name} has no table of coefficients (supported: {', '.join(_ROWS)})"
-        )
-    for option in _REFUSED:
+        known = ", ".join(_ROWS)
+        raise Refused(f"the scheduler {name} has no table of coefficients (supported: {known})")
+    flags = ("clip_sample", "invert_sigmas", "stochastic_sampling", "thresholding")
+    for option in (*flags, "use_flow_sigmas"):
         if scheduler.config.get(option):
             raise Refused(f"the scheduler {name} with {option} has no table: turn it off")
     spacing = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
@@ -80,12 +72,9 @@ def tabulate(
         scheduler.set_timesteps(**spacing, **({} if mu is None else {"mu": mu}))
     except ValueError as error:
         raise Refused(f"num_inference_steps: {steps}: {error}") from None
-    rows = _ROWS[name](scheduler)
-    return SchedulerTable(
-        start=float(scheduler.init_noise_sigma) if hasattr(scheduler, "init_noise_sigma") else 1.0,
-        timesteps=np.asarray(scheduler.timesteps, np.float32),
-        rows=np.array([astuple(row) for row in rows], np.float32),
-    )
+    start = float(getattr(scheduler, "init_noise_sigma", 1.0))
+    rows = np.array([astuple(row) for row in _ROWS[name](scheduler)], np.float32)
+    return SchedulerTable(start, np.asarray(scheduler.timesteps, np.float32), rows)
 
 
 def scheduler_step(latents: Any, previous: Any, output: Any, row: Sequence[Any]) -> tuple[Any, Any]:

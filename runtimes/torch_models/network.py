@@ -13,6 +13,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,13 @@ from artifacts.latent_shards import LatentSample
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
 from runtimes.adapters import lora
+from runtimes.adapters.lora_files import load_trained_components
 from runtimes.contract import StepBatch, StoredRows
 from runtimes.families import Captioned, Family
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base, trained_config
-from runtimes.process.job import HasNetwork, TrainJob
+from runtimes.process.job import Drawing, HasNetwork, TrainJob
 from runtimes.torch_models import loading
 from runtimes.torch_models.activation_memory import recompute, without_recomputation
 from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_ids, encode_in_step
@@ -465,3 +467,41 @@ def without_weights(network: torch.nn.Module) -> torch.nn.Module:
     for buffer in network.buffers():
         kept[id(buffer)] = buffer.to("meta")
     return copy.deepcopy(network, kept)
+
+
+def load_network(
+    drawing: Drawing,
+    base: Base,
+    dtype: torch.dtype,
+    device: torch.device,
+    text_dtype: str | None = None,
+) -> Network:
+    """The frozen network of a drawing, in evaluation mode, on `device` in `dtype`.
+
+    Adapters are merged in float32 before the weights are cast to `dtype`.
+
+    Args:
+        text_dtype: as GenerateJob.text_dtype; the base's text encoders then encode captions, unless
+            the drawing has trained ones.
+
+    Raises:
+        Refused: weights or adapters are missing, damaged or of another architecture.
+    """
+    family = base.family
+
+    def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
+        first = torch.float32 if adapters else dtype
+        if name == family.denoiser:
+            part = loading.load_denoiser(folder, first)
+        else:
+            part = loading.load_text_encoder(base, name, first, folder)
+        merge_adapters(name, part, adapters)
+        # ModelMixin.to of diffusers logs a warning for every cast to half precision.
+        return torch.nn.Module.to(part, dtype)
+
+    parts = load_trained_components(drawing, base, load)
+    frozen = list[torch.nn.Module]()
+    if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
+        frozen = load_frozen_clip(base, text_dtype)
+    network = Network(family, parts, frozen)
+    return network.to(device).requires_grad_(False).eval()

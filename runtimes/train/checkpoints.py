@@ -19,8 +19,9 @@ import heapq
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,9 +37,12 @@ from artifacts.errors import is_forbidden, is_of_client, may_pass, retrying
 from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
-from configs.errors import Away
+from configs.errors import Away, Refused
+from configs.settings.train import Train
 from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
 from runtimes.optimizer_state import shapes_of
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Ranks
 
 #: Threads of each rank. One thread computes the sha256 of about 1 GB/s.
 THREADS = 8
@@ -63,25 +67,21 @@ def array_files(shapes: StateShapes, most: int) -> list[ArrayFile]:
     Args:
         most: bytes of a file, except for a single larger array.
     """
-    return [file for group in sorted(shapes) for file in _of_group(group, shapes[group], most)]
-
-
-def _of_group(group: str, shapes: dict[str, tuple[int, ...]], most: int) -> list[ArrayFile]:
-    parts: list[list[str]] = [[]]
-    sizes = [0]
-    for name in sorted(shapes):
-        size = 4 * prod(shapes[name])
-        if parts[-1] and sizes[-1] + size > most:
-            parts.append([])
-            sizes.append(0)
-        parts[-1].append(name)
-        sizes[-1] += size
-    count = len(parts)
-    numbers = [f"-{n:05d}-of-{count:05d}" if count > 1 else "" for n in range(1, count + 1)]
-    return [
-        ArrayFile(f"{group}{number}.safetensors", group, tuple(names), size)
-        for number, names, size in zip(numbers, parts, sizes, strict=True)
-    ]
+    files = []
+    for group in sorted(shapes):
+        parts: list[list[str]] = [[]]
+        sizes = [0]
+        for name in sorted(shapes[group]):
+            size = 4 * prod(shapes[group][name])
+            if parts[-1] and sizes[-1] + size > most:
+                parts.append([])
+                sizes.append(0)
+            parts[-1].append(name)
+            sizes[-1] += size
+        for number, (names, size) in enumerate(zip(parts, sizes, strict=True), 1):
+            suffix = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+            files.append(ArrayFile(f"{group}{suffix}.safetensors", group, tuple(names), size))
+    return files
 
 
 def files_by_rank(files: list[ArrayFile], world: int) -> list[list[ArrayFile]]:
@@ -93,46 +93,6 @@ def files_by_rank(files: list[ArrayFile], world: int) -> list[list[ArrayFile]]:
         by_rank[rank].append(file)
         heapq.heappush(loads, (load + file.size, rank))
     return by_rank
-
-
-def owners(files: list[list[ArrayFile]]) -> Owners:
-    """Runtime.state's owners for `files_by_rank`."""
-    ranks: dict[str, dict[str, int]] = {}
-    for rank, own in enumerate(files):
-        for file in own:
-            ranks.setdefault(file.group, {}).update(dict.fromkeys(file.names, rank))
-    return ranks
-
-
-def write_files(
-    fs: AbstractFileSystem,
-    path: str,
-    files: Sequence[ArrayFile],
-    state: State,
-    check: Callable[[], None] | None,
-) -> list[records.FileEntry]:
-    """Write files of a checkpoint's folder; a file in a bucket has the bucket's checksum.
-
-    Args:
-        check: as of `writing`.
-    """
-
-    def write(file: ArrayFile) -> records.FileEntry:
-        entries: list[records.FileEntry] = []
-        with writing(fs, path, file.path, entries, check) as sink:
-            write_arrays(sink, {name: state[file.group][name] for name in file.names})
-        return (
-            entries[0] if isinstance(fs, LocalFileSystem) else records.stamped(fs, path, entries)[0]
-        )
-
-    return _in_threads(write, files)
-
-
-def verify_files(fs: AbstractFileSystem, path: str, files: Sequence[records.FileEntry]) -> None:
-    """Raise ValueError for the first file that differs from its entry."""
-    for fault in _in_threads(lambda entry: records.file_fault(fs, path, entry), files):
-        if fault is not None:
-            raise ValueError(fault)
 
 
 def open_arrays(
@@ -154,7 +114,6 @@ def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[R
 
 
 log = logging.getLogger("kiln")
-T = TypeVar("T")
 
 
 class CheckpointError(OSError):
@@ -188,7 +147,7 @@ def is_unreachable(fs: AbstractFileSystem, error: Exception) -> bool:
     return isinstance(error, OSError) or is_of_client(error)
 
 
-def with_retries(fs: AbstractFileSystem, work: Callable[[], T], failure: str) -> T:
+def with_retries(fs: AbstractFileSystem, work: Callable[[], Result], failure: str) -> Result:
     """The result of `work`; a remote store that does not respond is tried again.
 
     Args:
@@ -255,10 +214,9 @@ class Checkpoints:
                 newest checkpoint.
         """
 
-        def newest_first(committed: list[int]) -> Iterable[int]:
-            return (n for n in reversed(committed) if before is None or n < before)
-
-        return self._first_valid(newest_first)
+        return self._first_valid(
+            lambda committed: (n for n in reversed(committed) if before is None or n < before)
+        )
 
     def first_valid(self, steps: Sequence[int]) -> Checkpoint | None:
         """The first of these steps whose checkpoint has valid checksums; as `latest`.
@@ -269,39 +227,33 @@ class Checkpoints:
             steps: those of rank 0 count.
         """
         failure = f"the checkpoints in {self._root} could not be read"
-        return self._first_valid(
-            lambda committed: (n for n in steps if n in committed),
-            # Inside the collectives: an attempt of one rank alone must not call them again.
-            lambda work: with_retries(self._fs, work, failure),
-        )
+        return self._first_valid(lambda committed: (n for n in steps if n in committed), failure)
 
     def _first_valid(
-        self,
-        choose: Callable[[list[int]], Iterable[int]],
-        attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+        self, choose: Callable[[list[int]], Iterable[int]], failure: str | None = None
     ) -> Checkpoint | None:
         """The first valid checkpoint of the steps that `choose` selects from the committed ones.
 
         Args:
-            attempt: calls a function that lists or reads, maybe repeatedly.
+            failure: words for the log, if a store that does not respond is tried again. A try is
+                inside the collectives: one rank alone must not call them again.
         """
-        steps = iter(choose(self._reached(attempt, self._steps)) if self._first else ())
+
+        def reached(work: Callable[[], Result]) -> Result:
+            try:
+                return work() if failure is None else with_retries(self._fs, work, failure)
+            except Exception as error:
+                if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
+                    raise
+                message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
+                raise failure_of(self._fs, error, message) from error
+
+        steps = iter(choose(reached(self._steps)) if self._first else ())
         while (step := int(self._gather(next(steps, -1))[0])) >= 0:
-            read = partial(self._read_if_valid, step)
-            saved: Checkpoint | None = self._reached(attempt, read)
+            saved = reached(partial(self._read_if_valid, step))
             if all(self._gather(saved is not None)):
                 return saved
         return None
-
-    def _reached(self, attempt: Callable[[Callable[[], Any]], Any], work: Callable[[], Any]) -> Any:
-        """The result of an attempt. Raises CheckpointError, Away."""
-        try:
-            return attempt(work)
-        except Exception as error:
-            if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
-                raise
-            message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
-            raise failure_of(self._fs, error, message) from error
 
     def _gather(self, value: Any) -> list[Any]:
         """Every writer's `value`, as JSON, by rank. Collective."""
@@ -311,16 +263,19 @@ class Checkpoints:
         try:
             return self.read(step, verify=True)
         except (ValueError, OSError, KeyError, TypeError) as error:
-            if is_unreachable(self._fs, error):
-                raise
-            if getattr(error, "errno", None) in records.UNRELATED_ERRORS:
+            unrelated = getattr(error, "errno", None) in records.UNRELATED_ERRORS
+            if unrelated or is_unreachable(self._fs, error):
                 raise
             log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
 
     def owners(self, shapes: StateShapes) -> Owners:
         """The rank that writes each array of a state with these shapes."""
-        return owners(self._files_by_rank(shapes))
+        ranks: dict[str, dict[str, int]] = {}
+        for rank, own in enumerate(self._files_by_rank(shapes)):
+            for file in own:
+                ranks.setdefault(file.group, {}).update(dict.fromkeys(file.names, rank))
+        return ranks
 
     def _files_by_rank(self, shapes: StateShapes) -> list[list[ArrayFile]]:
         return files_by_rank(array_files(shapes, self._shard_bytes), self._writers.world)
@@ -356,11 +311,11 @@ class Checkpoints:
             LockLost: another builder owns the folder; its checkpoints stay as they are.
         """
         path = self._path(step)
-        parts = self._files_by_rank(shapes or shapes_of(state))
+        own = self._files_by_rank(shapes or shapes_of(state))[self._writers.rank]
         try:
             # A killed run may have left a partial checkpoint.
             self._together(lambda: self._discard(path) if self._first else None)
-            written = self._together(lambda: self._write_part(path, parts, state))
+            written = self._together(lambda: self._write_part(path, own, state))
             files = sorted(
                 (records.FileEntry(**f) for part in written for f in part), key=lambda f: f.path
             )
@@ -410,11 +365,18 @@ class Checkpoints:
         except Exception as error:  # the store is away: the checkpoint is lost, not the run
             log.debug("the lock cannot be read: %s", error)
 
-    def _write_part(
-        self, path: str, files: list[list[ArrayFile]], state: State
-    ) -> list[dict[str, Any]]:
-        entries = write_files(self._fs, path, files[self._writers.rank], state, self._check)
-        return [entry.as_dict() for entry in entries]
+    def _write_part(self, path: str, files: list[ArrayFile], state: State) -> list[dict[str, Any]]:
+        """Write this rank's files; a file in a bucket has the bucket's checksum."""
+
+        def write(file: ArrayFile) -> dict[str, Any]:
+            entries: list[records.FileEntry] = []
+            with writing(self._fs, path, file.path, entries, self._check) as sink:
+                write_arrays(sink, {name: state[file.group][name] for name in file.names})
+            if not isinstance(self._fs, LocalFileSystem):
+                entries = records.stamped(self._fs, path, entries)
+            return entries[0].as_dict()
+
+        return _in_threads(write, files)
 
     def _commit(
         self, path: str, files: list[records.FileEntry], history: list[str], facts: dict[str, Any]
@@ -458,9 +420,10 @@ class Checkpoints:
         if record is None:
             raise ValueError("it was not committed")
         if verify:
-            rank = self._writers.rank
-            world = self._writers.world
-            verify_files(self._fs, path, record["files"][rank::world] if rank < world else [])
+            own = record["files"][self._writers.rank :: self._writers.world]
+            for fault in _in_threads(lambda entry: records.file_fault(self._fs, path, entry), own):
+                if fault is not None:
+                    raise ValueError(fault)
         return Checkpoint(
             step=step,
             state=open_arrays(self._fs, path, record["files"]),
@@ -502,11 +465,111 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Steps of all committed checkpoints, oldest first. Raises as the filesystem does."""
-        return [step for step in self._folders() if self._is_committed(step)]
-
-    def _is_committed(self, step: int) -> bool:
-        return MANIFEST in map(name_of, entries(self._fs, self._path(step)))
+        return [
+            step
+            for step in self._folders()
+            if MANIFEST in map(name_of, entries(self._fs, self._path(step)))
+        ]
 
     def _folders(self) -> list[int]:
         names = (re.fullmatch(r"step-(\d+)", name) for name in subfolders(self._fs, self._root))
         return sorted(int(match[1]) for match in names if match)
+
+
+def own_checkpoint(checkpoints: Checkpoints, job: TrainJob, settings: Train) -> Checkpoint | None:
+    """The newest checkpoint of this run within its steps. Raises Refused as check_same_run."""
+    saved = checkpoints.latest()
+    if saved is not None:
+        check_same_run(saved, job, settings)
+        if saved.step > settings.steps:  # this run once had more steps
+            if settings.best_checkpoint is not None:
+                raise Refused(
+                    f"{job.work} holds a run of {saved.step} steps, and its best checkpoint within "
+                    f"{settings.steps} may be deleted: choose another work folder"
+                )
+            return checkpoints.latest(settings.steps + 1)
+    return saved
+
+
+def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
+    """Raise Refused if the checkpoint was written with settings that change the weights.
+
+    `steps` may change unless the weights of a step depend on them.
+    """
+    now = settings.key_settings()
+    before = Train(**saved.facts["train"]).key_settings()
+    now["denoiser_config"] = job.denoiser_config  # the content: its path may change
+    before["denoiser_config"] = saved.facts.get("denoiser_config")
+    if settings.method == "lora" and settings.lora.dropout:
+        # Dropout masks depend on the rank, so the number of processes must not change.
+        now["processes"] = Ranks.here().world
+        before["processes"] = saved.facts["processes"]
+    if not settings.weights_depend_on_steps:
+        now["steps"] = before["steps"]
+    for name in sorted(now):
+        if before.get(name) != now[name]:
+            raise Refused(
+                f"{job.work} holds a run with train.{name}={before.get(name)}, this one has "
+                f"{now[name]}: choose another work folder"
+            )
+
+
+#: Commits a checkpoint; returns its path and its size in bytes.
+Save = Callable[[], tuple[str, int]]
+
+
+class Saver:
+    """Writes one checkpoint at a time. A failed write loses that checkpoint but not the run.
+
+    All writers save the same checkpoints, in the same order. Training continues while a background
+    thread commits a checkpoint.
+
+    Args:
+        flush: called before each write: a resume repeats no point of a tracker before it.
+    """
+
+    def __init__(self, flush: Callable[[], None], events: Events) -> None:
+        self._flush = flush
+        self._events = events
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[CheckpointError | Away | None] | None = None
+
+    def start(self, step: int, since: float, save: Save) -> None:
+        """Start the write of a step's checkpoint after the previous write has ended.
+
+        Args:
+            since: perf_counter at which the loop paused for this checkpoint.
+            save: writes copies of the state, so that training can continue.
+        """
+        self.wait()
+        blocked = time.perf_counter() - since
+        self._writing = self._thread.submit(self._write, step, since, blocked, save)
+
+    def wait(self) -> CheckpointError | Away | None:
+        """Wait for the current write; the error of the last write, if it failed."""
+        return None if self._writing is None else self._writing.result()
+
+    def close(self) -> None:
+        """Wait for the current write and end the thread."""
+        self._thread.shutdown()
+
+    def _write(
+        self, step: int, since: float, blocked: float, save: Save
+    ) -> CheckpointError | Away | None:
+        self._flush()
+        try:
+            path, size = save()
+        except (CheckpointError, Away) as error:
+            self._events.emit("warning", message=str(error))
+            # Tracebacks keep the state in memory: this error's, and that of its cause.
+            error.__context__ = None
+            return error.with_traceback(None)
+        self._events.emit(
+            "checkpoint",
+            step=step,
+            path=path,
+            seconds=round(time.perf_counter() - since, 3),
+            blocked=round(blocked, 3),
+            bytes=size,
+        )
+        return None

@@ -22,7 +22,6 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 import google_crc32c
-from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
@@ -74,7 +73,7 @@ class WandbTracker:
                 project=settings.project,
                 entity=settings.entity,
                 mode=settings.mode,
-                id=_run_id(self._fs, f"{self._root}/wandb.json"),
+                id=self._run_id(),
                 resume="allow",
                 dir=self._folder,
                 config=config,
@@ -107,22 +106,20 @@ class WandbTracker:
             self._fs.put(f"{self._folder}/wandb/", f"{self._root}/wandb/", recursive=True)
             self._delete_temporary()
 
+    def _run_id(self) -> str:
+        """The stored W&B run id, or else a new id, which is then stored."""
+        path = f"{self._root}/wandb.json"
+        if not self._fs.exists(path):
+            number = uuid.uuid4().hex[:8]
+            write_atomic(self._fs, path, json.dumps({"id": number}).encode())
+        return str(json.loads(self._fs.cat_file(path))["id"])
+
     def _delete_temporary(self) -> None:
         if not self._local:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _run_id(fs: AbstractFileSystem, path: str) -> str:
-    """The stored W&B run id, or else a new id, which is then stored."""
-    if fs.exists(path):
-        return str(json.loads(fs.cat_file(path))["id"])
-    number = uuid.uuid4().hex[:8]
-    write_atomic(fs, path, json.dumps({"id": number}).encode())
-    return number
-
-
 log = logging.getLogger("kiln")
-Scalars = Mapping[str, float | None]
 
 
 class Tracker(Protocol):
@@ -150,7 +147,7 @@ class Trackers:
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
 
-    def scalars(self, step: int, values: Scalars) -> None:
+    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Log scalars; None values are omitted."""
         known = {name: value for name, value in values.items() if value is not None}
         self._each(lambda tracker: tracker.scalars(step, known))

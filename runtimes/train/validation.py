@@ -30,7 +30,7 @@ from runtimes.contract import ImagesNotFinite, Runtime, WeightsLost
 from runtimes.data.loader import Holdout, draw_losses
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Stop
-from runtimes.train.recorder import Recorder
+from runtimes.train.history import Recorder
 from runtimes.train.trackers import Trackers
 
 #: Seed of the noise. It ignores the run's seed, so that losses of runs are comparable.
@@ -72,7 +72,11 @@ WAIT_SECONDS = 300.0
 
 
 class Samples:
-    """Generates the sample images: on rank 0 alone, unless ranks generate collectively."""
+    """Generates the sample images: on rank 0 alone, unless ranks generate collectively.
+
+    Attributes:
+        requested: whether the job has sample prompts.
+    """
 
     def __init__(
         self, job: TrainJob, runtime: Runtime, events: Events, trackers: Trackers, *, writes: bool
@@ -82,12 +86,9 @@ class Samples:
         self._events = events
         self._trackers = trackers
         self._writes = writes
+        self.requested = bool(job.sample_prompts)
         self._fs, root = url_to_fs(job.work)
         self._folder = f"{root.rstrip('/')}/samples"
-
-    def requested(self) -> bool:
-        """Whether the job has sample prompts."""
-        return bool(self._job.sample_prompts)
 
     def exist(self, step: int) -> bool:
         """Whether the image of a step is already in the work folder."""
@@ -270,7 +271,7 @@ class Measurements:
     def samples_due(self, step: int) -> bool:
         """Whether sample pictures are due at a step."""
         due = is_due(step, self.settings.sample_every_n_steps) or self.ranking.needs_samples(step)
-        return self.samples.requested() and due
+        return self.samples.requested and due
 
     def lacks_holdout_loss(self, step: int) -> bool:
         """Whether the held-out loss of the resumed step is due but not recorded."""
@@ -307,20 +308,17 @@ class Measurements:
             self.interrupted |= needed or self._is_last(step)
             return
         drawn = self.samples.draw(step)
-        if needed:
-            self._record_score(step, drawn=drawn)
-
-    def _is_last(self, step: int) -> bool:
-        return step == self.settings.steps
-
-    def _record_score(self, step: int, *, drawn: bool) -> None:
-        """Add the score of the samples to the history of rank 0, which chooses."""
+        if not needed:
+            return
         scores: dict[str, float] | None = {}
-        if drawn:
+        if drawn:  # on rank 0, which chooses
             scores = self.samples.scores(step, lambda: self.stop.requested)
         self.interrupted |= self.runtime.any_rank(scores is None)
         if scores and (score := scores.get(self.ranking.field)) is not None:
             self.recorder.amend_last(**{self.ranking.field: score})
+
+    def _is_last(self, step: int) -> bool:
+        return step == self.settings.steps
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -25,7 +25,7 @@ from artifacts.models import IGNORED, cache_folder, digest_model, digest_model_f
 from artifacts.records import Damaged, digest_json, distrust, read_checked, read_record
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
 from tasks import build_or_reuse as stage
 from tasks.code_version import runtime_facts

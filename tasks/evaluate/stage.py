@@ -18,7 +18,7 @@ from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
-from runtimes.sample import initial_noise
+from runtimes.sample import conditioning
 from tasks.build_or_reuse import BOOTSTRAP, GRID, METRICS, Stage
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import tell_cut_prompts
@@ -80,9 +80,9 @@ def check(recipe: Recipe) -> None:
 def check_drawn_size(settings: Evaluate, base: Base) -> None:
     """Raise Refused for a picture size that the model or a judge does not support."""
     sides = {"height": settings.height, "width": settings.width}
-    initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
+    conditioning.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
     scale = base.encoders["vae_scale_factor"]
-    size = initial_noise.image_size(sides, base.family, base.denoiser, scale)
+    size = conditioning.image_size(sides, base.family, base.denoiser, scale)
     check_sides(settings.judges, *size)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from artifacts.safetensors import Arrays
 from artifacts.tensor_header import header_bytes
 from configs.errors import Refused
-from runtimes.adapters import lora as lora_files
+from runtimes.adapters import lora_files
+from runtimes.adapters.lora import Adapter, stored_name
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, read_scheduler_config
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.pipeline_folder.weights import stored_weight_files
@@ -76,14 +77,12 @@ def assemble(
 class _Merging:
     """Merges a part's adapters into its weights, tensor by tensor."""
 
-    def __init__(self, part: str, adapters: Mapping[str, lora_files.Adapter]) -> None:
+    def __init__(self, part: str, adapters: Mapping[str, Adapter]) -> None:
         self._part = part
         self._unused = dict(adapters)
 
     def __call__(self, name: str, tensor: Any) -> Any:
-        adapter = self._unused.pop(
-            lora_files.stored_name(self._part, name.removesuffix(".weight")), None
-        )
+        adapter = self._unused.pop(stored_name(self._part, name.removesuffix(".weight")), None)
         if adapter is None or not name.endswith(".weight"):
             return tensor
         import torch
@@ -131,7 +130,7 @@ def _hub_names(part: Path) -> Callable[[str], str]:
     """
     config = json.loads((part / "config.json").read_text(encoding="utf-8"))
     is_clip = config.get("model_type") == "clip_text_model"
-    return partial(lora_files.stored_name, "text_encoder") if is_clip else str
+    return partial(stored_name, "text_encoder") if is_clip else str
 
 
 def _load_as_float32(path: Path) -> None:

@@ -21,7 +21,7 @@ from configs.secrets import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Model, Publish, Recipe
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.families import Family
 from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.folder import Base

@@ -23,7 +23,7 @@ from artifacts.store import Artifact, Draft, Store
 from configs.errors import Away, Failed
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
-from runtimes.adapters.lora import read_adapters
+from runtimes.adapters.lora_files import read_adapters
 from runtimes.pipeline_folder.folder import Base
 from tasks.build_or_reuse import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage
 from tasks.evaluate.distances import Estimates, differences

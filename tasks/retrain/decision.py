@@ -24,7 +24,7 @@ from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.objective.noise_schedule import FLOW, is_flow
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
-from runtimes.train.training_run import learning_rate
+from runtimes.train.training_loop import learning_rate
 
 Weights = dict[str, NDArray[np.float32]]
 Figures = dict[str, float]  # of a step: loss, and grad_norm before clipping

@@ -32,7 +32,7 @@ from conformance.runs import (
 )
 from training import history, roll_back
 
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow

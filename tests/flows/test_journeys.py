@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from toy_recipes import toy
 
 from configs.load_recipe import load_recipe
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from tasks.download.folders import serve_folder
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from toy_recipes import BASES, toy
 
 from demo.make_base import make_base
 from demo.make_flow_base import make_flow_base
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 
 pytestmark = pytest.mark.soak
 TinyModel = Callable[[str], Path]

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from artifacts.gc import CONTINUED
 from artifacts.latent_shards import open_latents
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from tasks.publish.registry import Registry
 
 pytestmark = pytest.mark.slow

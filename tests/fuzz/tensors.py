@@ -18,7 +18,7 @@ from artifacts.records import digest_bytes
 from artifacts.safetensors import read_arrays, write_arrays
 from configs.errors import Refused
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import metadata, read_adapters
+from runtimes.adapters.lora_files import metadata, read_adapters
 from runtimes.data.shard_cache import ShardFiles
 
 GROUP = "train/2x2"

@@ -17,7 +17,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.generate import read_settings
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from configs.load_recipe import load_recipe
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.families import family_named
 from tasks.evaluate.metrics import metric_rows
 from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card

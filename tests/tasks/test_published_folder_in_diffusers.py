@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny_adapters import make_lora
 from toy_recipes import digits, drawn_by
 
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.assemble import assemble, write_adapters

@@ -26,7 +26,7 @@ from configs.errors import Away, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.adapters.lora_files import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.families import family_named
 from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.distances import Estimate, to_npz

@@ -22,15 +22,14 @@ from safetensors.torch import load_file, save_file
 from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters, to_kohya
+from runtimes.adapters.lora_files import LORA_WEIGHTS, metadata, read_adapters, to_kohya
 from runtimes.contract import StepBatch
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
-from runtimes.sample.load_network import load_network
-from runtimes.torch_models.network import Network
-from runtimes.train.training_run import write_result
+from runtimes.torch_models.network import Network, load_network
+from runtimes.train.training_loop import write_result
 
 pytestmark = pytest.mark.slow
 

@@ -54,7 +54,7 @@ def condition(folder: Path, *, in_step: bool, dropped: bool = False) -> dict[str
         )
         for row in range(len(CAPTIONS))
     ]
-    found = detect_family(folder).condition(samples)
+    found = detect_family(folder)[0].condition(samples)
     return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
@@ -63,7 +63,7 @@ def padded(rows: np.ndarray, length: int) -> np.ndarray:
 
 
 def clip_encoders(folder: Path) -> list[Any]:
-    family = detect_family(folder)
+    family, _ = detect_family(folder)
     return [load_text_encoder(Base.open(folder), part) for part in family.clip_encoders]
 
 
@@ -123,7 +123,7 @@ def test_the_network_predicts_what_the_pipeline_s_denoiser_does(
 ) -> None:
     """Its captions' embeddings are compared with `encode_prompt` in a test of each family."""
     folder = family_folder(name, request)
-    family = detect_family(folder)
+    family, _ = detect_family(folder)
     denoiser = load_denoiser(folder / family.denoiser).eval()
     latents = torch.randn(3, family.latent_channels(denoiser.config), 8, 8)
     timesteps = torch.tensor([3.0, 500.0, 998.0])

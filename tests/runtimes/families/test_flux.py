@@ -33,11 +33,11 @@ from flow_families import (
 )
 from jobs import MakeJob, trained
 
-from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora_files import LORA_WEIGHTS, read_adapters
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encoders import Encoder
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow

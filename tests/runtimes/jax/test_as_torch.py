@@ -26,7 +26,7 @@ from training import train
 from runtimes.contract import StepBatch
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob, write_job
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 
 jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402

@@ -11,7 +11,7 @@ from jobs import SAMPLER
 from configs.errors import Refused
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing
-from runtimes.sample.load_network import load_network
+from runtimes.torch_models.network import load_network
 
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402

@@ -26,7 +26,7 @@ from runtimes.mindspore.sampler import (
 )
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
-from runtimes.train.training_loop import make_loader
+from runtimes.train.training_loop import make_batches
 
 
 def train(job: dict[str, Any]) -> int:
@@ -92,7 +92,8 @@ def counted(given: dict[str, Any]) -> tuple[int, list[float]]:
         return construct(self, given)
 
     kind.construct = watching
-    batch = make_loader(job, Base.of(job), settings, open_job_latents(job.latents)).batch
+    loader, _ = make_batches(job, Base.of(job), settings, open_job_latents(job.latents))
+    batch = loader.batch
     losses = [float(runtime.step(batch(n), 1e-3).loss) for n in range(settings.steps)]
     return len(calls), losses
 

@@ -11,13 +11,12 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from jobs import CPU, MakeJob, predicted, start, trained
 
 from configs.errors import Refused
-from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora_files import LORA_WEIGHTS, read_adapters
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, TrainJob
-from runtimes.sample.load_network import load_network
 from runtimes.torch_models.activation_memory import Inputs, sender
-from runtimes.torch_models.network import Network
-from runtimes.train.training_run import write_result
+from runtimes.torch_models.network import Network, load_network
+from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from runtimes.process.job import SilentEvents
-from runtimes.train.checkpoints import CheckpointError, Checkpoints
+from runtimes.train.checkpoints import CheckpointError, Checkpoints, Saver
 from runtimes.train.trackers import Trackers
-from runtimes.train.training_run import Saver
 
 
 class Arrays(dict[str, Any]):
@@ -21,7 +20,7 @@ class Arrays(dict[str, Any]):
 def test_a_write_that_failed_leaves_the_state_s_memory_to_the_next_one(tmp_path: Path) -> None:
     """At once: a runtime's process looks for reference cycles rarely."""
     (tmp_path / "checkpoints").touch()  # no folder can be made there
-    arrays, saver = Arrays(a=np.ones(3, np.float32)), Saver(Trackers([]), SilentEvents())
+    arrays, saver = Arrays(a=np.ones(3, np.float32)), Saver(Trackers([]).flush, SilentEvents())
     kept, checkpoints = weakref.ref(arrays), Checkpoints(str(tmp_path), keep=2)
     gc.disable()
     try:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.settings.train_parts import OnDivergence
-from runtimes.train.recorder import DivergenceDetector
+from runtimes.train.divergence import DivergenceDetector
 
 NAN, INF = float("nan"), float("inf")
 

@@ -17,7 +17,7 @@ from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import Base
-from runtimes.train.training_loop import make_holdout, read_train_settings
+from runtimes.train.training_loop import make_batches, read_train_settings
 from runtimes.train.validation import HeldOutLoss
 
 WriteLatents = Callable[..., str]  # of conftest.py
@@ -65,10 +65,10 @@ def test_held_out_samples_may_be_in_other_latents_than_those_to_train_on(
     settings = {"holdout_loss": {"every_n_steps": 1}, "global_batch_size": 2}
     job = make_job(latents=few, **settings)
     with pytest.raises(Refused, match="the latents have no held-out samples"):
-        make_holdout(job, Base.of(job), read_train_settings(job), open_latents(few))
+        make_batches(job, Base.of(job), read_train_settings(job), open_latents(few))
     job = replace(job, holdout=latents_url)
     given = (job, Base.of(job), read_train_settings(job), open_latents(few))
-    with make_holdout(*given) or pytest.fail("none") as holdout:
+    with make_batches(*given)[1] or pytest.fail("none") as holdout:
         assert sorted({n for numbers, _ in holdout.batches() for n in numbers}) == [*range(5)]
 
 
@@ -77,8 +77,7 @@ def test_the_manifest_of_the_latents_is_not_read_again(
 ) -> None:
     """That of 400,000 shards has 507 MiB in memory."""
     job = make_job(latents=latents_url, holdout_loss={"every_n_steps": 1})
-    monkeypatch.setattr("runtimes.train.training_loop.open_job_latents", pytest.fail)
-    assert (
-        make_holdout(job, Base.of(job), read_train_settings(job), open_latents(latents_url))
-        is not None
-    )
+    monkeypatch.setattr("runtimes.data.loader.open_job_latents", pytest.fail)
+    latents = open_latents(latents_url)
+    _, holdout = make_batches(job, Base.of(job), read_train_settings(job), latents)
+    assert holdout is not None

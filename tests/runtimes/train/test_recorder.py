@@ -10,7 +10,7 @@ from training import RecordedEvents
 
 from configs.settings.train import Train
 from runtimes.contract import Runtime, StepBatch, StepOutput
-from runtimes.train.recorder import Recorder
+from runtimes.train.history import Recorder
 from runtimes.train.trackers import Trackers
 
 
@@ -63,13 +63,13 @@ def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
         now[0] += seconds
         since = now[0]
         now[0] += paused
-        recorder.exclude_since(since)
+        recorder.throughput.exclude_since(since)
         if paused:
             recorder.synchronize()
             recorder.report(0.0)
     rates = [event["images_per_second"] for event in heard.of("progress")]
     assert rates == pytest.approx([2 * 8 / 2.0, 2 * 8 / 6.0])
-    assert recorder.images_per_second == pytest.approx(4 * 8 / 8.0)
+    assert recorder.throughput.images_per_second == pytest.approx(4 * 8 / 8.0)
 
 
 def test_flops_are_counted_once_per_shape_and_reported_for_completed_steps(

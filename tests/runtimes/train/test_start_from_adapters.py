@@ -12,9 +12,9 @@ from store_servers import UrlOf
 from training import history, train
 
 from configs.errors import Refused
-from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora_files import LORA_WEIGHTS, read_adapters
 from runtimes.process.job import TrainJob
-from runtimes.train.training_run import start_from_adapters
+from runtimes.train.training_loop import start_from_adapters
 
 pytestmark = pytest.mark.slow
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 2, "dora": True}, "learning_rate": 1e-2}
@@ -46,7 +46,7 @@ def test_adapters_of_a_store_that_is_away_are_not_refused(
     def busy(*_: object, **__: object) -> None:
         raise OSError(errno.EBUSY, "Slow down")
 
-    monkeypatch.setattr("runtimes.train.training_run.read_arrays", busy)
+    monkeypatch.setattr("runtimes.train.training_loop.read_arrays", busy)
     with pytest.raises(OSError, match="Slow down"):
         start_from_adapters(f"{url_of('memory')}/{LORA_WEIGHTS}", None)  # type: ignore[arg-type]
     with pytest.raises(Refused, match="no valid adapter file"):

@@ -20,7 +20,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, GenerateJob, SilentEvents, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow

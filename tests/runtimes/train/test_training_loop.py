@@ -18,9 +18,8 @@ from runtimes.data.loader import Loader
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.checkpoints import CheckpointError, Checkpoints
+from runtimes.train.checkpoints import CheckpointError, Checkpoints, check_same_run
 from runtimes.train.training_loop import train
-from runtimes.train.training_run import check_same_run
 
 pytestmark = pytest.mark.slow
 

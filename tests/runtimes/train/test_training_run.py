@@ -27,10 +27,10 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.step import Update
-from runtimes.train import training_run, validation
-from runtimes.train.checkpoints import CheckpointError, Checkpoints
+from runtimes.train import training_loop, validation
+from runtimes.train.checkpoints import CheckpointError, Checkpoints, Saver
+from runtimes.train.throughput import Profiling
 from runtimes.train.training_loop import train
-from runtimes.train.training_run import Profiling, Saver
 from tasks.run_job import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
@@ -178,13 +178,13 @@ def test_a_validation_swaps_the_average_in_once(
 def test_the_end_of_a_run_copies_only_what_it_publishes(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, write = list[set[str]](), training_run.write_result
+    written, write = list[set[str]](), training_loop.write_result
 
     def recorded(job: TrainJob, base: Base, state: State, history: Any) -> Any:
         written.append(set(state))
         return write(job, base, state, history)
 
-    monkeypatch.setattr(training_run, "write_result", recorded)
+    monkeypatch.setattr(training_loop, "write_result", recorded)
     run(make_job("averaged", steps=1, ema_decay=0.9))
     run(make_job("plain", steps=1))
     assert written == [{"ema"}, {"weights"}]

@@ -18,7 +18,7 @@ from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 
 BASE = Path(__file__).parents[3] / "demo" / "base"
 
@@ -63,7 +63,7 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
             raise HttpError({"code": 503, "message": "Service Unavailable"})
         write_arrays(*arguments)
 
-    monkeypatch.setattr("runtimes.train.training_run.write_arrays", unreachable)
+    monkeypatch.setattr("runtimes.train.training_loop.write_arrays", unreachable)
     monkeypatch.setattr(time, "sleep", waited.append)
     if failures > len(WAITS):
         with pytest.raises(HttpError):
@@ -81,7 +81,7 @@ def test_expired_credentials_are_no_outage(
     def expired(*_: Any) -> None:
         raise PermissionError("The provided token has expired.")
 
-    monkeypatch.setattr("runtimes.train.training_run.write_arrays", expired)
+    monkeypatch.setattr("runtimes.train.training_loop.write_arrays", expired)
     monkeypatch.setattr(time, "sleep", pytest.fail)
     job = make_job(Train(), tmp_path, url_of("memory"))
     state = {"weights": {"unet.conv_in.weight": np.ones((2, 3), np.float32)}}

@@ -20,8 +20,8 @@ from runtimes.objective.noise_schedule import read_scheduler_config
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, TrainJob
-from runtimes.sample.load_network import load_network
 from runtimes.torch_models.loading import make_scheduler
+from runtimes.torch_models.network import load_network
 from runtimes.train import training_loop
 from runtimes.xla.device import start
 from runtimes.xla.mesh import Mesh, in_order, rows_of
