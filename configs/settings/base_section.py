@@ -6,13 +6,24 @@ from it.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
 
 from configs.secrets import check_read_url, check_stored_url, check_unchained, check_unchained_url
 
@@ -95,12 +106,26 @@ class Section(BaseModel):
     """A section of a recipe: unknown settings are errors, and values are immutable and finite."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema with the string below each field as its description.
+
+        pydantic's use_attribute_docstrings would parse the source at each start of a program.
+        """
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for section in cls.__mro__[: cls.__mro__.index(Section)]:
+            (definition,) = ast.parse(inspect.getsource(section)).body
+            for field, below in pairwise(definition.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                        properties[name].setdefault("description", inspect.cleandoc(text))
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -4,11 +4,9 @@ A source is of one of several kinds. `download` has fetching, limits and resizin
 `encode` has crops, buckets, masks and the held-out split.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, FiniteFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -71,7 +69,7 @@ class UrlSource(Section):
     """Base of relative URLs; null: all URLs are absolute."""
 
     @model_validator(mode="after")
-    def _is_no_text(self) -> UrlSource:
+    def _is_no_text(self) -> Self:
         is_web = self.path.startswith(("http://", "https://"))  # elsewhere ? is of a pattern
         name = self.path.partition("?")[0] if is_web else self.path
         name = re.sub(r"\.(gz|zst)$", "", name)

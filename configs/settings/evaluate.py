@@ -3,9 +3,7 @@
 `evaluate` and `generate` share the settings of prompts and sampler.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -33,7 +31,7 @@ class Prompts(base_section.Section):
     """Text file with one prompt per line, instead of `prompts`."""
 
     @model_validator(mode="after")
-    def _check_prompts(self) -> Prompts:
+    def _check_prompts(self) -> Self:
         if not self.prompts and not self.file:
             raise ValueError("it has no prompts: set prompts, or file")
         if self.prompts and self.file:
@@ -145,7 +143,7 @@ class Evaluate(Sampling):
     """Device: see train.device."""
 
     @model_validator(mode="after")
-    def _check_judges(self) -> Evaluate:
+    def _check_judges(self) -> Self:
         names = [judge if isinstance(judge, str) else judge.name for judge in self.judges]
         if len(set(names)) < len(names):
             raise ValueError("judges: two judges have the same name")

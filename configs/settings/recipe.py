@@ -5,9 +5,7 @@ the larger ones in files of their own. A warning names settings that another one
 key has them.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -220,7 +218,7 @@ class Tpu(Section):
         return self.version or SOFTWARE[self.kind]
 
     @model_validator(mode="after")
-    def _check_accelerator(self) -> Tpu:
+    def _check_accelerator(self) -> Self:
         if self.kind == "v5e":
             name = self.accelerator_type.replace("v5e", "v5litepod")
             raise ValueError(f"accelerator_type {self.accelerator_type}: gcloud calls it {name}")
@@ -287,7 +285,7 @@ class Recipe(Section):
     plan: Plan = setting(Plan(), not_in_key="command")
 
     @model_validator(mode="after")
-    def _check_runtime(self) -> Recipe:
+    def _check_runtime(self) -> Self:
         self._check_extra_inputs()
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
             raise ValueError(f"train.mindspore requires runtime mindspore, not {self.runtime}")

@@ -1,10 +1,8 @@
 """Settings of the section `train`: weights, objective, optimizer, hardware and monitoring."""
 
-from __future__ import annotations
-
 import fractions
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -317,7 +315,7 @@ class Train(Section):
         return values
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Train:
+    def _check_combinations(self) -> Self:
         if self.snr_gamma is not None and self.debiased_estimation_loss:
             raise ValueError("snr_gamma and debiased_estimation_loss exclude each other: set one")
         if self.mixed_precision != "fp16" and self.loss_scale != train_parts.LossScale():
@@ -387,7 +385,7 @@ class Train(Section):
                 f"checkpoint: {name} must divide checkpointing_steps"
             )
 
-    def with_steps(self, samples: int) -> Train:
+    def with_steps(self, samples: int) -> Self:
         """The settings with `epochs` converted to `steps`, rounded up, for `samples` samples."""
         if self.epochs is None:
             return self

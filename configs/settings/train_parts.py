@@ -5,9 +5,7 @@ is held-out loss, divergence, profiler and Weights & Biases. Settings for one ru
 those of MindSpore, Gaudi and float16.
 """
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
@@ -41,7 +39,7 @@ class Lora(Section):
     half the memory; null: the compute dtype. Runtime `torch`."""
 
     @model_validator(mode="after")
-    def _check_base_precision(self) -> Lora:
+    def _check_base_precision(self) -> Self:
         if self.base_precision is not None and self.dora:
             raise ValueError("base_precision: int8 requires dora: false")
         return self
@@ -101,7 +99,7 @@ class TimestepSampling(Section):
     base's scheduler must have use_dynamic_shifting."""
 
     @model_validator(mode="after")
-    def _check(self) -> TimestepSampling:
+    def _check(self) -> Self:
         if self.bias_strategy != "none" and self.bias_multiplier == 1:
             raise ValueError(
                 f"bias_strategy: {self.bias_strategy} has no effect with bias_multiplier: 1"
@@ -126,7 +124,7 @@ class BestCheckpoint(Section):
     """An improvement counts for `patience` if it is larger than this."""
 
     @model_validator(mode="after")
-    def _check(self) -> BestCheckpoint:
+    def _check(self) -> Self:
         if self.patience is None and self.min_delta:
             raise ValueError("best_checkpoint.min_delta requires best_checkpoint.patience")
         return self
@@ -232,7 +230,7 @@ class Hpu(Section):
     """Load Habana's GPU migration toolkit, which maps cuda calls to hpu."""
 
     @model_validator(mode="after")
-    def _check_mode(self) -> Hpu:
+    def _check_mode(self) -> Self:
         if self.graphs and self.mode == "eager":
             raise ValueError("graphs requires mode: lazy")
         return self
