@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -137,6 +137,16 @@ class Section(BaseModel):
                 if not {int, float}.isdisjoint(kinds) and bool not in kinds:
                     raise ValueError(f"{name} must be a number, not {json.dumps(value)}")
         return settings
+
+    @model_validator(mode="after")
+    def _refuse_faults(self) -> Self:
+        for fault in self.faults():
+            raise ValueError(fault)
+        return self
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with settings that are valid one by one, in words that name them."""
+        return iter(())
 
     def refuse_changed(self, names: Iterable[str], choice: str) -> None:
         """Raise ValueError if a setting without effect differs from its default.

@@ -5,10 +5,10 @@ A source is of one of several kinds. `download` has fetching, limits and resizin
 """
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, FiniteFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, PositiveFloat, PositiveInt
 
 from configs.secrets import check_read_url
 from configs.settings.base_section import Dtype, Fraction, ReadUrl, Section, setting
@@ -68,17 +68,13 @@ class UrlSource(Section):
     base_url: Annotated[str, AfterValidator(check_read_url)] | None = None
     """Base of relative URLs; null: all URLs are absolute."""
 
-    @model_validator(mode="after")
-    def _is_no_text(self) -> Self:
+    def faults(self) -> Iterator[str]:
         is_web = self.path.startswith(("http://", "https://"))  # elsewhere ? is of a pattern
         name = self.path.partition("?")[0] if is_web else self.path
         name = re.sub(r"\.(gz|zst)$", "", name)
         suffix = name.rpartition(".")[2].lower()
         if self.format == "parquet" and suffix in TEXT_FORMATS:
-            raise ValueError(
-                f"format is parquet, and path ends in .{suffix}: set format to {suffix}"
-            )
-        return self
+            yield f"format is parquet, and path ends in .{suffix}: set format to {suffix}"
 
 
 class FolderSource(Section):
