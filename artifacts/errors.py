@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -338,10 +339,8 @@ def _is_of(packages: tuple[str, ...], module: str) -> bool:
 
 def _raised_in(error: BaseException) -> str:
     """Name of the module that raised an error."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    return "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
 @contextmanager

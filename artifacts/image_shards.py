@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,7 +78,7 @@ def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
         for sample in samples:
             if sample.key <= last or "." in sample.key or "/" in sample.key:
                 raise ValueError(f"sample key {sample.key!r}: must sort after {last!r}, no . or /")
-            count = count + 1
+            count += 1
             last = sample.key
             meta = dict(sample.meta)
             if len(sample.captions) > 1:
@@ -146,19 +147,13 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) 
 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[Sample]:
-    key = ""
-    parts: dict[str, bytes] = {}
-    for member in tar:
-        stem, _, extension = member.name.partition(".")
-        stream = tar.extractfile(member)
-        if stream is None:
-            raise ValueError(f"{member.name}: an image shard holds plain files only")
-        if stem != key and parts:
-            yield _sample(key, parts)
-            parts = {}
-        key = stem
-        parts[extension] = stream.read()
-    if parts:
+    for key, members in groupby(tar, key=lambda member: member.name.partition(".")[0]):
+        parts = {}
+        for member in members:
+            stream = tar.extractfile(member)
+            if stream is None:
+                raise ValueError(f"{member.name}: an image shard holds plain files only")
+            parts[member.name.partition(".")[2]] = stream.read()
         yield _sample(key, parts)
 
 

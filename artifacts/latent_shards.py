@@ -128,12 +128,11 @@ class LatentShard:
         except ValueError as error:
             self.close()
             raise ValueError(f"{self.path} is not a readable latent shard: {error}") from None
-        ends = "/mean"
         #: `<split>/<h>x<w>` -> number of samples, mirrored ones included.
         self.groups: dict[str, int] = {
-            name.removesuffix(ends): len(tensor)
+            name.removesuffix("/mean"): len(tensor)
             for name, tensor in sorted(self._tensors.items())
-            if name.endswith(ends)
+            if name.endswith("/mean")
         }
 
     def _read_header(self) -> dict[str, NDArray[Any]]:
