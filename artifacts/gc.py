@@ -216,17 +216,21 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
         stage, key = pending.pop()
         if (stage, key) in needed:
             continue
-        try:
-            artifact = store.load(stage, key, with_files=False)
-        except ValueError as error:
-            raise Refused(
-                f"{error}; its parents are unknown: "
-                "rebuild it, or move it away if another program wrote it"
-            ) from None
+        artifact = _load(store, (stage, key), "parents", with_files=False)
         if artifact is not None:
             needed[stage, key] = artifact
             pending += _parents(artifact.manifest)
     return needed
+
+
+def _load(store: Store, key: Key, unknown: str, *, with_files: bool = True) -> Artifact | None:
+    try:
+        return store.load(*key, with_files=with_files)
+    except ValueError as error:
+        raise Refused(
+            f"{error}; its {unknown} are unknown: "
+            "rebuild it, or move it away if another program wrote it"
+        ) from None
 
 
 def is_held(store: Store, key: Key, now: float) -> bool:
@@ -350,7 +354,7 @@ class Collector:
         present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
         if not any(name.startswith(LOCK) for name in present):  # the manifest may not be ours
-            self._load(stage, key)
+            _load(self._store, (stage, key), "shards")
         if MANIFEST in present:
             yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
         elif own:
@@ -364,7 +368,7 @@ class Collector:
         Args:
             known: those of others, whose bytes are counted.
         """
-        artifact = self._load(stage, key)
+        artifact = _load(self._store, (stage, key), "shards")
         if artifact is None:
             self._busy.add(stage)
             return set()
@@ -373,15 +377,6 @@ class Collector:
         shards = {path: path.rpartition("/")[2] for path in sizes if path.startswith("../")}
         self.kept_bytes += sum(n for path, n in sizes.items() if shards.get(path) not in known)
         return set(shards.values())
-
-    def _load(self, stage: str, key: str) -> Artifact | None:
-        try:
-            return self._store.load(stage, key)
-        except ValueError as error:
-            raise Refused(
-                f"{error}; its shards are unknown: "
-                "rebuild it, or move it away if another program wrote it"
-            ) from None
 
     def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """Checkpoints of a finished training run, useful only if its result is damaged."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,20 +169,21 @@ class LatentShard:
         def row(name: str) -> Any:
             return self._row(f"{group}/{name}", index)
 
-        mean, logvar = (self._copy(f"{group}/{name}", index) for name in ("mean", "logvar"))
+        def copy(name: str) -> NDArray[Any]:
+            return np.array(row(name))
+
         start = row("caption_offsets")
         end = self._row(f"{group}/caption_offsets", index + 1)
         captions = self._tensors[f"{group}/caption_rows"]
-        scored, is_masked = (f"{group}/{n}" in self._tensors for n in ("aesthetic_score", "masks"))
+        scored = f"{group}/aesthetic_score" in self._tensors
         masked = None
-        if is_masked:
-            names = (f"{group}/{name}" for name in ("masks", "masked_means"))
-            masked = Masked(*(self._copy(name, index) for name in names))
+        if f"{group}/masks" in self._tensors:
+            masked = Masked(copy("masks"), copy("masked_means"))
         if not 0 <= start <= end <= len(captions):
             raise IndexError(f"{self.path}: {group} has no captions {start} to {end}")
         return LatentSample(
-            mean=mean,
-            logvar=logvar,
+            mean=copy("mean"),
+            logvar=copy("logvar"),
             id=row("id").tobytes(),
             flip=bool(row("flip")),
             caption_rows=tuple(captions[start:end].tolist()),
@@ -239,10 +241,9 @@ class Latents:
 
     def groups(self) -> dict[str, int]:
         """`<split>/<h>x<w>` -> number of samples in all shards."""
-        total: dict[str, int] = {}
+        total = Counter[str]()
         for shard in self.shards:
-            for group, count in shard.groups.items():
-                total[group] = total.get(group, 0) + count
+            total.update(shard.groups)
         return dict(sorted(total.items()))
 
     @property

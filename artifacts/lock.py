@@ -79,7 +79,7 @@ class Lock:
         self._renewed = clock.now()
 
     def acquire(self, on_wait: Callable[[dict[str, Any]], None], expiry: float) -> None:
-        """Become the owner once there is no other, or none that is alive. Arguments as of `hold`."""
+        """Become the owner once there is none that is alive. Arguments as of `hold`."""
         notified = None
         seen = None
         since = self._clock.now()

@@ -29,7 +29,7 @@ from artifacts import filesystems, records
 from artifacts.compare_and_swap import create, remove, remove_checked
 from artifacts.lock import Lock, hold, is_alive
 from configs.errors import Refused
-from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
+from configs.secrets import one_line, unchained, without_credentials, without_secrets
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Store:
             raise Refused("store: it has no name: give a folder or a URL")
         try:
             # Listings that a client remembers say nothing of what others have done since.
-            known = check_stored_url(check_unchained(url))
+            known = without_credentials(unchained(url), is_stored=True)
             self.fs, root = url_to_fs(known, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:  # some clients connect or open at once
             raise Refused(f"store {without_secrets(url)}: {one_line(error)}") from None

@@ -35,19 +35,9 @@ def page() -> str:
     parts = [HEAD]
     for title, about, rows in (*_tables(Recipe.model_json_schema()), _generate_table()):
         lines = [f"## {title}", "", *([about, ""] if about else [])]
-        lines += [
-            "| setting | type | default | key | description |",
-            "|---|---|---|---|---|",
-            *rows,
-        ]
-        parts.append("\n".join(lines) + "\n")
+        lines += ["| setting | type | default | key | description |", "|---|---|---|---|---|"]
+        parts.append("\n".join([*lines, *rows]) + "\n")
     return "\n".join(parts)
-
-
-def names() -> list[str]:
-    """The dotted name of every setting, in the order of the page."""
-    rows = [row for _, _, table in _tables(Recipe.model_json_schema()) for row in table]
-    return [row.split("`")[1] for row in rows]
 
 
 def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
@@ -70,7 +60,7 @@ def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
 def _generate_table() -> tuple[str, str, list[str]]:
     """As of `_tables`; without what are arguments of the command."""
     schema = Generate.model_json_schema()
-    rows = list(_rows("", schema, schema.get("$defs", {})))
+    rows = _rows("", schema, schema.get("$defs", {}))
     about = (
         "The settings of `kiln generate MODEL PROMPT`, such as `-o seed=7`; no part of a recipe."
     )

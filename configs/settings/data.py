@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, FiniteFloat, PositiveFloat, PositiveInt
 
-from configs.secrets import check_read_url
-from configs.settings.base_section import Dtype, Fraction, ReadUrl, Section, setting
+from configs.settings.base_section import BaseUrl, Dtype, Fraction, ReadUrl, Section, setting
 
 AestheticColumn = Annotated[
     str | None,
@@ -65,7 +64,7 @@ class UrlSource(Section):
     is a failed row."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
-    base_url: Annotated[str, AfterValidator(check_read_url)] | None = None
+    base_url: BaseUrl | None = None
     """Base of relative URLs; null: all URLs are absolute."""
 
     def faults(self) -> Iterator[str]:

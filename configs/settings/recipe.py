@@ -103,8 +103,7 @@ class Place(Section):
 
     def pools(self) -> dict[PlacedStage, str]:
         """Stage -> POOL or POOL/QUEUE, for the stages that have a pool."""
-        pools = {stage: getattr(self, stage) for stage in PLACED_STAGES}
-        return {stage: pool for stage, pool in pools.items() if pool is not None}
+        return {stage: pool for stage in PLACED_STAGES if (pool := getattr(self, stage))}
 
 
 class Plan(Section):
@@ -285,6 +284,7 @@ class Recipe(Section):
 
     def faults(self) -> Iterator[str]:
         yield from self._faults_of_extra_inputs()
+        runtime = f"runtime: {self.runtime}"
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
             yield f"train.mindspore requires runtime mindspore, not {self.runtime}"
         if self.runtime != "mindspore" and self.train.mixed_precision == "fp16":
@@ -292,12 +292,10 @@ class Recipe(Section):
         if self.train.hpu != Hpu() and not self.train.device.startswith("hpu"):
             yield f"train.hpu requires train.device: hpu, not {self.train.device}"
         if self.runtime != "torch":
-            self.train.refuse_changed(
-                ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic"),
-                f"runtime: {self.runtime}",
-            )
-            self.train.lora.refuse_changed(("base_precision",), f"runtime: {self.runtime}")
-            self.evaluate.refuse_changed(("offload",), f"runtime: {self.runtime}")
+            of_torch = ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic")
+            self.train.refuse_changed(of_torch, runtime)
+            self.train.lora.refuse_changed(("base_precision",), runtime)
+            self.evaluate.refuse_changed(("offload",), runtime)
         if self.evaluate.device.startswith(("hpu", "npu")):
             self.evaluate.refuse_changed(("offload",), f"device: {self.evaluate.device}")
         if self.tpu is not None and self.runtime != "xla":

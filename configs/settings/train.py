@@ -2,17 +2,10 @@
 
 import fractions
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_serializer
 
 from configs.settings import train_parts
 from configs.settings.base_section import Fraction, Section, setting
@@ -307,9 +300,9 @@ class Train(Section):
         return value
 
     @model_serializer(mode="wrap")
-    def _without_unused_steps(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unused_steps(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         """A resolved recipe with `epochs` has no `steps`, since the two exclude each other."""
-        values: dict[str, Any] = serialize(self)
+        values = serialize(self)
         if self.epochs is not None:
             values.pop("steps", None)
         return values
@@ -365,10 +358,11 @@ class Train(Section):
         rule = self.best_checkpoint
         if rule is None and not self.keep_best:
             return
+        setting_of_rule = "keep_best" if rule is None else "best_checkpoint"
         if self.ema_decay is not None and self.checkpointing_steps % self.ema_every_n_steps:
             yield (
-                f"{'keep_best' if rule is None else 'best_checkpoint'} compares averages that "
-                "changed: ema_every_n_steps must divide checkpointing_steps"
+                f"{setting_of_rule} compares averages that changed: ema_every_n_steps must divide "
+                "checkpointing_steps"
             )
         name = "holdout_loss.every_n_steps"
         interval = self.holdout_loss.every_n_steps
@@ -377,8 +371,8 @@ class Train(Section):
             interval = self.sample_every_n_steps
         if self.checkpointing_steps % (interval or 2**63):
             yield (
-                f"{'keep_best' if rule is None else 'best_checkpoint'} requires a score per "
-                f"checkpoint: {name} must divide checkpointing_steps"
+                f"{setting_of_rule} requires a score per checkpoint: {name} must divide "
+                "checkpointing_steps"
             )
 
     def with_steps(self, samples: int) -> Self:
