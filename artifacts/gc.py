@@ -28,15 +28,7 @@ import yaml
 from artifacts import filesystems
 from artifacts.compare_and_swap import read, remove, remove_checked, swap
 from artifacts.filesystems import Entry, checksum, name_of, size_of
-from artifacts.lock import (
-    LockLost,
-    hold,
-    is_dead,
-    owner_in_words,
-    read_owner,
-    seize,
-    wait_until_free,
-)
+from artifacts.lock import LockLost, hold, is_owned, owner_in_words, seize, wait_until_free
 from artifacts.records import TICK, digest_json, encode_record, read_record, write_record
 from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Artifact, Store, is_key
 from configs.errors import Refused
@@ -237,10 +229,8 @@ def is_held(store: Store, key: Key, now: float) -> bool:
     """Whether a builder holds an artifact's lock; a day without a heartbeat means no owner."""
     folder = f"{store.root}/{'/'.join(key)}"
     locks = (e for e in filesystems.entries(store.fs, folder) if name_of(e).startswith(LOCK))
-    if not any(now - filesystems.modified(entry) < DAY for entry in locks):
-        return False
-    owner = read_owner(store.fs, f"{folder}/{LOCK}")
-    return owner is not None and not is_dead(owner)
+    is_recent = any(now - filesystems.modified(entry) < DAY for entry in locks)
+    return is_recent and is_owned(store.fs, f"{folder}/{LOCK}")
 
 
 def _parents(manifest: dict[str, Any]) -> list[Key]:

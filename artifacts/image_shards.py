@@ -21,18 +21,9 @@ EXTENSIONS = ("jpg", "png", "webp")
 #: row of the source. A shard with further columns of the source has them as JSON in a column
 #: ADDITIONAL.
 COLUMNS = {
-    "key": "string",
-    "url": "string",
-    "caption": "string",
-    "status": "string",
-    "error_message": "string",
-    "attempts": "int32",
-    "width": "int32",
-    "height": "int32",
-    "original_width": "int32",
-    "original_height": "int32",
-    "sha256": "string",
-    "row_hash": "string",
+    **dict.fromkeys(("key", "url", "caption", "status", "error_message"), "string"),
+    **dict.fromkeys(("attempts", "width", "height", "original_width", "original_height"), "int32"),
+    **dict.fromkeys(("sha256", "row_hash"), "string"),
 }
 ADDITIONAL = "additional"
 

@@ -40,11 +40,9 @@ from artifacts.tensor_header import TensorPlace, header_bytes, read_header
 
 INFO = "latents.json"
 #: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype("<u2"),
-    "F32": np.dtype("<f4"),
-    "I32": np.dtype("<i4"),
-    "U8": np.dtype("u1"),
+DTYPES = {
+    name: np.dtype(kind)
+    for name, kind in {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "U8": "u1"}.items()
 }
 #: Tensors with two numbers for each sample.
 PAIRS = ("original_size", "crop_top_left", "target_size")
@@ -172,6 +170,7 @@ class LatentShard:
         def copy(name: str) -> NDArray[Any]:
             return np.array(row(name))
 
+        mean = copy("mean")  # first: the error of an index that is too large names it
         start = row("caption_offsets")
         end = self._row(f"{group}/caption_offsets", index + 1)
         captions = self._tensors[f"{group}/caption_rows"]
@@ -182,7 +181,7 @@ class LatentShard:
         if not 0 <= start <= end <= len(captions):
             raise IndexError(f"{self.path}: {group} has no captions {start} to {end}")
         return LatentSample(
-            mean=copy("mean"),
+            mean=mean,
             logvar=copy("logvar"),
             id=row("id").tobytes(),
             flip=bool(row("flip")),
@@ -272,16 +271,11 @@ def open_latents(url: str) -> Latents:
     if record is None or info is None:
         raise ValueError(f"{url}: no latents artifact is there")
     stage_url = url.rstrip("/").rpartition("/")[0]
-    shards = [
-        ShardRef(
-            f"{stage_url}/{entry.path.removeprefix('../')}",
-            entry.size,
-            entry.sha256,
-            dict(entry.meta["groups"]),
-        )
-        for entry in sorted(record["files"], key=lambda entry: entry.path)
-        if entry.path.endswith(".safetensors")
-    ]
+    shards = []
+    for entry in sorted(record["files"], key=lambda entry: entry.path):
+        if entry.path.endswith(".safetensors"):
+            place = f"{stage_url}/{entry.path.removeprefix('../')}"
+            shards.append(ShardRef(place, entry.size, entry.sha256, dict(entry.meta["groups"])))
     return Latents(parse_json(read_checked(fs, root, INFO, info.sha256)), shards)
 
 

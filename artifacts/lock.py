@@ -211,6 +211,12 @@ def wait_until_free(
             pass
 
 
+def is_owned(fs: AbstractFileSystem, path: str) -> bool:
+    """Whether the lock has an owner that is not known to be dead; its heartbeat is not awaited."""
+    owner = read_owner(fs, path)
+    return owner is not None and not is_dead(owner)
+
+
 def is_alive(fs: AbstractFileSystem, path: str, *, clock: Clock = REAL) -> bool:
     """Whether a living process owns the lock. It waits up to EXPIRY_SECONDS for a beat."""
     seen = read(fs, path)

@@ -277,21 +277,17 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     from huggingface_hub.errors import HFValidationError, XetDownloadError
 
     def fetch(commit: str | None, wanted: Sequence[str], skipped: Sequence[str]) -> Path:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=commit,
-                allow_patterns=list(wanted),
-                ignore_patterns=[*HUB_SKIPPED, *skipped],
-            )
+        path = snapshot_download(
+            repo, revision=commit, allow_patterns=[*wanted], ignore_patterns=[*skipped]
         )
+        return Path(path)
 
     try:
         with caching(Path(constants.HF_HUB_CACHE), "HF_HOME"):
-            folder = fetch(revision, files, HUB_VARIANTS)
+            folder = fetch(revision, files, HUB_SKIPPED + HUB_VARIANTS)
             if files == HUB_FILES and (lacking := _without_plain_weights(folder)):
                 # Without a match, as of the configs, the client would warn.
-                fetch(folder.name, [*HUB_CONFIGS, *lacking], [])
+                fetch(folder.name, HUB_CONFIGS + lacking, HUB_SKIPPED)
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None

@@ -43,13 +43,10 @@ def page() -> str:
 def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
     """Title, description and rows of each table: the recipe itself, then one per section."""
     definitions = schema["$defs"]
-    own = {
-        name: node
-        for name, node in schema["properties"].items()
-        if not list(_sections(node, definitions))
-    }
-    yield "The recipe", "", [_row(name, node, name == "name", {}) for name, node in own.items()]
-    for name, node in schema["properties"].items():
+    nodes = schema["properties"]
+    own = [name for name, node in nodes.items() if not any(_sections(node, definitions))]
+    yield "The recipe", "", [_row(name, nodes[name], name == "name", {}) for name in own]
+    for name, node in nodes.items():
         for section in _sections(node, definitions):
             kind = section["properties"].get("kind", {}).get("const")
             title = f"`{name}`" + (f", `kind: {kind}`" if kind else "")
