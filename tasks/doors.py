@@ -123,12 +123,11 @@ class Doors:
         yield fine(f"source: {without_secrets(str(where))} opens")
 
     def _workers(self) -> None:
-        for options in filter(
-            None, (workers.beam_options(self.recipe, stage) for stage in workers.BEAM_STAGES)
-        ):
-            from tasks.beam.pipeline import check_options  # seconds to import
+        each = [workers.beam_options(self.recipe, stage) for stage in workers.BEAM_STAGES]
+        for options in filter(None, each):
+            from tasks.beam.pipeline import make_pipeline  # seconds to import
 
-            check_options(options)
+            make_pipeline(options)
         workers.check_workers(self.recipe, self.here)
 
     def _runtime(self) -> None:

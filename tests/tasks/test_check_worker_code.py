@@ -1,17 +1,25 @@
 """A worker with other code or packages than the flow builds no shard."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import apache_beam as beam
 import pytest
 
 from configs.errors import Refused
 from tasks import stage
-from tasks.beam.pipeline import check_versions
+from tasks.beam.pipeline import OnEqualWorkers
 from tasks.stage import versions
 
 
+class Plain(beam.DoFn):
+    def process(self, element: Any) -> Iterator[Any]:
+        yield element
+
+
 def test_equal_workers_are_accepted() -> None:
-    check_versions(dict(versions()))
+    assert list(OnEqualWorkers(Plain()).process(1)) == [1]
     assert {"Kilnworks", "torch", "img2dataset", "opencv-python-headless"} <= versions().keys()
 
 
@@ -24,8 +32,10 @@ def test_equal_workers_are_accepted() -> None:
     ],
 )
 def test_a_difference_is_named(flows: dict[str, str], words: str) -> None:
+    dofn = OnEqualWorkers(Plain())
+    dofn.versions = {**versions(), **flows}
     with pytest.raises(Refused, match=words):
-        check_versions({**versions(), **flows})
+        list(dofn.process(1))
 
 
 def test_files_of_an_editor_are_no_code(tmp_path: Path) -> None:
