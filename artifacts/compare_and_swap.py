@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from fsspec import AbstractFileSystem
@@ -84,15 +85,14 @@ def remove(
     Raises Refused, or as the filesystem does.
     """
     if isinstance(fs, LocalFileSystem):
+        file = Path(path)
         try:
-            with open(path, "rb") as stream:
-                data = stream.read()
+            data = file.read_bytes()
         except FileNotFoundError:
             return None
         if not is_meant(data):
             return None
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        file.unlink(missing_ok=True)
         return data
     swapper = _swapper(fs)
     seen = swapper.read(path)
@@ -229,31 +229,23 @@ class _S3:
             return await stream.read(), answer["ETag"]
 
     def write(self, path: str, seen: VersionedContent, data: bytes) -> str | None:
-        bucket, key, _ = self._fs.split_path(path)
         condition = {"IfNoneMatch": "*"} if seen.version is None else {"IfMatch": seen.version}
-        try:
-            answer = self._fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
-        except OSError as error:
-            if _is_lost(error):
-                return None
-            raise
-        return str(answer["ETag"])
+        answer = self._ask("put_object", path, Body=data, **condition)
+        return None if answer is None else str(answer["ETag"])
 
     def delete(self, path: str, seen: VersionedContent) -> bool:
+        return self._ask("delete_object", path, IfMatch=seen.version) is not None
+
+    def _ask(self, request: str, path: str, **arguments: Any) -> dict[str, Any] | None:
+        """What S3 answers; None if it refuses because the request's condition does not hold."""
         bucket, key, _ = self._fs.split_path(path)
         try:
-            self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=seen.version)
+            return dict(self._fs.call_s3(request, Bucket=bucket, Key=key, **arguments))
         except OSError as error:
-            if _is_lost(error):
-                return False
+            reply = getattr(error.__cause__, "response", {}).get("Error", {})
+            if reply.get("Code") in _LOST:
+                return None
             raise
-        return True
-
-
-def _is_lost(error: OSError) -> bool:
-    """Whether S3 refused a request because its condition does not hold."""
-    reply = getattr(error.__cause__, "response", {}).get("Error", {})
-    return reply.get("Code") in _LOST
 
 
 class _Gcs:

@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +96,9 @@ def classify(error: Exception, url: str | None = None, *, reads: str | None = No
 
 
 def _of_input(error: Exception, url: str, name: str) -> Exception:
-    if is_full(error) or _is_of_cache(error, url):
+    is_local = "://" not in url or "::" in url or url.startswith(("file:", "local:"))
+    is_of_cache = not is_local and os.path.isabs(target_of(error) or "")  # on this machine
+    if is_full(error) or is_of_cache:
         return error
     cause = web_cause(url, error)
     if isinstance(cause, FileNotFoundError):
@@ -110,12 +113,6 @@ def _of_input(error: Exception, url: str, name: str) -> Exception:
     if is_of_content or is_of_client(cause) or _is_of(_READERS, type(cause).__module__):
         return Refused(f"{name}: cannot be read: {why}")
     return error
-
-
-def _is_of_cache(error: Exception, url: str) -> bool:
-    """Whether an error names a file of this machine, while a remote input was read."""
-    is_local = "://" not in url or "::" in url or url.startswith(("file:", "local:"))
-    return not is_local and os.path.isabs(target_of(error) or "")
 
 
 def _of_store(error: Exception, url: str | None) -> Exception:
@@ -338,10 +335,8 @@ def _is_of(packages: tuple[str, ...], module: str) -> bool:
 
 def _raised_in(error: BaseException) -> str:
     """Name of the module that raised an error."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    return "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
 @contextmanager
@@ -362,15 +357,12 @@ def caching(folder: Path, variable: str = "KILN_CACHE") -> Iterator[None]:
                 f"no space left for the cache {folder}: free space in it, or set {variable} to a "
                 "folder on another disk"
             ) from error
-        if not _is_cause_of(folder, error):
+        place = Path(str(error.filename or "."))
+        # A folder above the cache has to be made, too.
+        is_of_cache = place.is_relative_to(folder) or folder.is_relative_to(place)
+        if not (place.is_absolute() and is_of_cache):
             raise
         raise Failed(
             f"the cache {folder} cannot be written ({error.strerror}): set {variable} to a "
             "writable folder"
         ) from error
-
-
-def _is_cause_of(folder: Path, error: OSError) -> bool:
-    """Whether an error names a file of the folder, or a folder above, which has to be made."""
-    place = Path(str(error.filename or "."))
-    return place.is_absolute() and (place.is_relative_to(folder) or folder.is_relative_to(place))

@@ -27,15 +27,8 @@ import yaml
 
 from artifacts import filesystems
 from artifacts.compare_and_swap import read, remove, remove_checked, swap
-from artifacts.lock import (
-    LockLost,
-    hold,
-    is_dead,
-    owner_in_words,
-    read_owner,
-    seize,
-    wait_until_free,
-)
+from artifacts.filesystems import Entry, checksum, name_of, size_of
+from artifacts.lock import LockLost, hold, is_owned, owner_in_words, seize, wait_until_free
 from artifacts.records import TICK, digest_json, encode_record, read_record, write_record
 from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Artifact, Store, is_key
 from configs.errors import Refused
@@ -145,16 +138,14 @@ def record_registry(store: Store, registry: Store) -> None:
 
 def registries(store: Store) -> Iterator[tuple[str, str]]:
     """(path of the record, URL) of every registry outside the store that holds its models."""
-    for entry in filesystems.entries(store.fs, f"{store.root}/{REGISTRIES}"):
-        path = entry["name"]
-        if path.endswith(".json"):
-            try:
-                record = read_record(store.fs, path)
-                url = None if record is None else str(record["url"])
-            except (KeyError, ValueError):
-                raise Refused(f"{path} is damaged: write the registry's URL again") from None
-            if url is not None:
-                yield path, url
+    for path in filesystems.matching(store.fs, f"{store.root}/{REGISTRIES}", "*.json"):
+        try:
+            record = read_record(store.fs, path)
+            url = None if record is None else str(record["url"])
+        except (KeyError, ValueError):
+            raise Refused(f"{path} is damaged: write the registry's URL again") from None
+        if url is not None:
+            yield path, url
 
 
 DAY = 86400.0
@@ -217,31 +208,29 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
         stage, key = pending.pop()
         if (stage, key) in needed:
             continue
-        try:
-            artifact = store.load(stage, key, with_files=False)
-        except ValueError as error:
-            raise Refused(
-                f"{error}; its parents are unknown: "
-                "rebuild it, or move it away if another program wrote it"
-            ) from None
+        artifact = _load(store, (stage, key), "parents", with_files=False)
         if artifact is not None:
             needed[stage, key] = artifact
             pending += _parents(artifact.manifest)
     return needed
 
 
+def _load(store: Store, key: Key, unknown: str, *, with_files: bool = True) -> Artifact | None:
+    try:
+        return store.load(*key, with_files=with_files)
+    except ValueError as error:
+        raise Refused(
+            f"{error}; its {unknown} are unknown: "
+            "rebuild it, or move it away if another program wrote it"
+        ) from None
+
+
 def is_held(store: Store, key: Key, now: float) -> bool:
     """Whether a builder holds an artifact's lock; a day without a heartbeat means no owner."""
     folder = f"{store.root}/{'/'.join(key)}"
-    locks = [
-        entry
-        for entry in filesystems.entries(store.fs, folder)
-        if filesystems.name_of(entry).startswith(LOCK)
-    ]
-    if not any(now - filesystems.modified(entry) < DAY for entry in locks):
-        return False
-    owner = read_owner(store.fs, f"{folder}/{LOCK}")
-    return owner is not None and not is_dead(owner)
+    locks = (e for e in filesystems.entries(store.fs, folder) if name_of(e).startswith(LOCK))
+    is_recent = any(now - filesystems.modified(entry) < DAY for entry in locks)
+    return is_recent and is_owned(store.fs, f"{folder}/{LOCK}")
 
 
 def _parents(manifest: dict[str, Any]) -> list[Key]:
@@ -319,22 +308,20 @@ class Collector:
         for stage in sorted(named):  # a lock without a heartbeat for a day has no owner
             for entry in self._files(f"{stage}/{LOCKS}"):
                 if self._is_old([entry], DAY):
-                    yield _garbage(stage, filesystems.name_of(entry), "leftover", [entry])
+                    yield _garbage(stage, name_of(entry), "leftover", [entry])
         for folder in ("", RUNS, REGISTRIES, *(f"{stage}/{SHARDS}" for stage in named)):
             yield from self._leftovers(folder, self._entries(folder))
         for entry in self._entries("registry"):
-            folder = f"registry/{filesystems.name_of(entry)}"
+            folder = f"registry/{name_of(entry)}"
             yield from self._leftovers(folder, self._entries(folder))
         for file in self._files("compiled"):
             if self._is_old([file], self._days * DAY):
-                yield _garbage("compiled", filesystems.name_of(file), "compiled", [file])
+                yield _garbage("compiled", name_of(file), "compiled", [file])
         if not self._models_in_use:
             yield from self._models()
         for entry in self._entries(RUNS):  # the lineage of a published model is in its manifest
             if entry["name"] in self._marks.expired and self._is_old([entry]):
-                yield _garbage(
-                    RUNS, filesystems.name_of(entry).removesuffix(".json"), "run", [entry]
-                )
+                yield _garbage(RUNS, name_of(entry).removesuffix(".json"), "run", [entry])
 
     def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete items, and yield each that was deleted: what is needed by now stays."""
@@ -350,16 +337,14 @@ class Collector:
                 deleted = [item for item in batch if self._deleted(item, collection.check)]
             yield from deleted  # without the lock: the caller prints, and may wait for a reader
 
-    def _folder(self, stage: str, key: str, held: list[filesystems.Entry]) -> Iterator[Garbage]:
+    def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
         folder = f"{self._store.root}/{stage}/{key}"
-        size = filesystems.size_of(held)
-        present = {
-            filesystems.name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")
-        }
+        size = size_of(held)
+        present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
         if not any(name.startswith(LOCK) for name in present):  # the manifest may not be ours
-            self._load(stage, key)
+            _load(self._store, (stage, key), "shards")
         if MANIFEST in present:
             yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
         elif own:
@@ -373,7 +358,7 @@ class Collector:
         Args:
             known: those of others, whose bytes are counted.
         """
-        artifact = self._load(stage, key)
+        artifact = _load(self._store, (stage, key), "shards")
         if artifact is None:
             self._busy.add(stage)
             return set()
@@ -383,28 +368,19 @@ class Collector:
         self.kept_bytes += sum(n for path, n in sizes.items() if shards.get(path) not in known)
         return set(shards.values())
 
-    def _load(self, stage: str, key: str) -> Artifact | None:
-        try:
-            return self._store.load(stage, key)
-        except ValueError as error:
-            raise Refused(
-                f"{error}; its shards are unknown: "
-                "rebuild it, or move it away if another program wrote it"
-            ) from None
-
-    def _within(self, stage: str, key: str, held: list[filesystems.Entry]) -> Iterator[Garbage]:
+    def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """Checkpoints of a finished training run, useful only if its result is damaged."""
         place = f"/{key}/{CHECKPOINTS}/"
         resumable = [file for file in held if place in file["name"]]
         if resumable and (stage, key) in self._marks.artifacts and self._is_old(resumable):
             folder = f"{self._store.root}/{stage}/{key}/{CHECKPOINTS}"
-            yield Garbage(stage, key, "checkpoints", [folder], filesystems.size_of(resumable))
+            yield Garbage(stage, key, "checkpoints", [folder], size_of(resumable))
         yield from self._leftovers(stage, [f for f in held if place not in f["name"]])
 
     def _shards(self, stage: str, named: set[str]) -> Iterator[Garbage]:
-        groups: dict[str, dict[str, filesystems.Entry]] = {}
+        groups: dict[str, dict[str, Entry]] = {}
         for entry in self._entries(f"{stage}/{SHARDS}"):
-            name = filesystems.name_of(entry)
+            name = name_of(entry)
             if not _is_leftover(entry):
                 groups.setdefault(name.partition(".")[0], {})[name] = entry
         for key, group in sorted(groups.items()):
@@ -429,7 +405,7 @@ class Collector:
 
     def _models(self) -> Iterator[Garbage]:
         """Base models copied for other machines; the record beside each says that it is whole."""
-        present = {filesystems.name_of(entry): entry for entry in self._entries("models")}
+        present = {name_of(entry): entry for entry in self._entries("models")}
         for name, entry in sorted(present.items()):
             if entry["type"] == "directory" and is_key(name):
                 copied = self._files(f"models/{name}")
@@ -437,25 +413,21 @@ class Collector:
                 age = self._min_age if record is None else self._days * DAY
                 if self._is_old([*copied, *([record] if record else [])], age):
                     path = record["name"] if record else None
-                    yield Garbage(
-                        "models", name, "model", [entry["name"]], filesystems.size_of(copied), path
-                    )
+                    yield Garbage("models", name, "model", [entry["name"]], size_of(copied), path)
 
-    def _leftovers(self, stage: str, entries: Iterable[filesystems.Entry]) -> Iterator[Garbage]:
+    def _leftovers(self, stage: str, entries: Iterable[Entry]) -> Iterator[Garbage]:
         """Temporary files of killed processes; no write takes a day."""
         for entry in entries:
             if _is_leftover(entry) and self._is_old([entry], DAY):
-                yield _garbage(
-                    stage.partition("/")[0], filesystems.name_of(entry), "leftover", [entry]
-                )
+                yield _garbage(stage.partition("/")[0], name_of(entry), "leftover", [entry])
 
-    def _entries(self, path: str) -> list[filesystems.Entry]:
+    def _entries(self, path: str) -> list[Entry]:
         return filesystems.entries(self._store.fs, f"{self._store.root}/{path}")
 
-    def _files(self, path: str) -> list[filesystems.Entry]:
+    def _files(self, path: str) -> list[Entry]:
         return list(filesystems.files(self._store.fs, f"{self._store.root}/{path}"))
 
-    def _is_old(self, held: Iterable[filesystems.Entry], age: float | None = None) -> bool:
+    def _is_old(self, held: Iterable[Entry], age: float | None = None) -> bool:
         least = self._min_age if age is None else age
         return all(self._now - filesystems.modified(entry) >= least for entry in held)
 
@@ -498,7 +470,8 @@ class Collector:
         fs = self._store.fs
         if item.record is not None and not remove_checked(fs, item.record, check):
             return False  # another process is at it
-        if item.kind == "leftover" and item.paths[0].startswith(self._locks(item.stage)):
+        locks = f"{self._store.root}/{item.stage}/{LOCKS}/"
+        if item.kind == "leftover" and item.paths[0].startswith(locks):
             return self._remove_lock(item.paths[0])
         for path in item.paths:
             check()  # what a builder has written since is not ours to delete
@@ -507,9 +480,6 @@ class Collector:
         if item.kind == "run":
             self._runs = {run for run in self._runs if run[0] != f"{item.key}.json"}
         return True
-
-    def _locks(self, stage: str) -> str:
-        return f"{self._store.root}/{stage}/{LOCKS}/"
 
     def _remove_lock(self, path: str) -> bool:
         """Delete a shard's lock; False if a builder has taken it since: in a bucket it is one file.
@@ -548,15 +518,9 @@ class Collector:
 
     def _run_records(self) -> set[RunFacts]:
         """Each run's record, with what changes when it is written again."""
-        records = self._entries(RUNS)
         return {
-            (
-                filesystems.name_of(e),
-                int(e["size"] or 0),
-                filesystems.modified(e),
-                filesystems.checksum(e),
-            )
-            for e in records
+            (name_of(e), int(e["size"] or 0), filesystems.modified(e), checksum(e))
+            for e in self._entries(RUNS)
         }
 
     def _mark_after(self, records: set[RunFacts]) -> None:
@@ -566,21 +530,19 @@ class Collector:
 
 
 def _garbage(
-    stage: str, key: str, kind: str, listing: list[filesystems.Entry], record: str | None = None
+    stage: str, key: str, kind: str, listing: list[Entry], record: str | None = None
 ) -> Garbage:
-    return Garbage(
-        stage, key, kind, [entry["name"] for entry in listing], filesystems.size_of(listing), record
-    )
+    return Garbage(stage, key, kind, [entry["name"] for entry in listing], size_of(listing), record)
 
 
-def _is_of_a_store(held: Iterable[filesystems.Entry], key: str) -> bool:
+def _is_of_a_store(held: Iterable[Entry], key: str) -> bool:
     """Whether the files in a folder with a key as its name belong to an artifact, finished or not.
 
     Every builder leaves its lock.
     """
-    own = (file for file in held if file["name"].endswith(f"/{key}/{filesystems.name_of(file)}"))
-    return any(filesystems.name_of(file).startswith((LOCK, MANIFEST)) for file in own)
+    own = (file for file in held if file["name"].endswith(f"/{key}/{name_of(file)}"))
+    return any(name_of(file).startswith((LOCK, MANIFEST)) for file in own)
 
 
-def _is_leftover(entry: filesystems.Entry) -> bool:
-    return LEFTOVER.fullmatch(filesystems.name_of(entry)) is not None
+def _is_leftover(entry: Entry) -> bool:
+    return LEFTOVER.fullmatch(name_of(entry)) is not None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,18 +21,9 @@ EXTENSIONS = ("jpg", "png", "webp")
 #: row of the source. A shard with further columns of the source has them as JSON in a column
 #: ADDITIONAL.
 COLUMNS = {
-    "key": "string",
-    "url": "string",
-    "caption": "string",
-    "status": "string",
-    "error_message": "string",
-    "attempts": "int32",
-    "width": "int32",
-    "height": "int32",
-    "original_width": "int32",
-    "original_height": "int32",
-    "sha256": "string",
-    "row_hash": "string",
+    **dict.fromkeys(("key", "url", "caption", "status", "error_message"), "string"),
+    **dict.fromkeys(("attempts", "width", "height", "original_width", "original_height"), "int32"),
+    **dict.fromkeys(("sha256", "row_hash"), "string"),
 }
 ADDITIONAL = "additional"
 
@@ -77,7 +69,7 @@ def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
         for sample in samples:
             if sample.key <= last or "." in sample.key or "/" in sample.key:
                 raise ValueError(f"sample key {sample.key!r}: must sort after {last!r}, no . or /")
-            count = count + 1
+            count += 1
             last = sample.key
             meta = dict(sample.meta)
             if len(sample.captions) > 1:
@@ -146,19 +138,13 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) 
 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[Sample]:
-    key = ""
-    parts: dict[str, bytes] = {}
-    for member in tar:
-        stem, _, extension = member.name.partition(".")
-        stream = tar.extractfile(member)
-        if stream is None:
-            raise ValueError(f"{member.name}: an image shard holds plain files only")
-        if stem != key and parts:
-            yield _sample(key, parts)
-            parts = {}
-        key = stem
-        parts[extension] = stream.read()
-    if parts:
+    for key, members in groupby(tar, key=lambda member: member.name.partition(".")[0]):
+        parts = {}
+        for member in members:
+            stream = tar.extractfile(member)
+            if stream is None:
+                raise ValueError(f"{member.name}: an image shard holds plain files only")
+            parts[member.name.partition(".")[2]] = stream.read()
         yield _sample(key, parts)
 
 

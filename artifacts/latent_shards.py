@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +40,9 @@ from artifacts.tensor_header import TensorPlace, header_bytes, read_header
 
 INFO = "latents.json"
 #: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype("<u2"),
-    "F32": np.dtype("<f4"),
-    "I32": np.dtype("<i4"),
-    "U8": np.dtype("u1"),
+DTYPES = {
+    name: np.dtype(kind)
+    for name, kind in {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "U8": "u1"}.items()
 }
 #: Tensors with two numbers for each sample.
 PAIRS = ("original_size", "crop_top_left", "target_size")
@@ -128,12 +127,11 @@ class LatentShard:
         except ValueError as error:
             self.close()
             raise ValueError(f"{self.path} is not a readable latent shard: {error}") from None
-        ends = "/mean"
         #: `<split>/<h>x<w>` -> number of samples, mirrored ones included.
         self.groups: dict[str, int] = {
-            name.removesuffix(ends): len(tensor)
+            name.removesuffix("/mean"): len(tensor)
             for name, tensor in sorted(self._tensors.items())
-            if name.endswith(ends)
+            if name.endswith("/mean")
         }
 
     def _read_header(self) -> dict[str, NDArray[Any]]:
@@ -169,20 +167,22 @@ class LatentShard:
         def row(name: str) -> Any:
             return self._row(f"{group}/{name}", index)
 
-        mean, logvar = (self._copy(f"{group}/{name}", index) for name in ("mean", "logvar"))
+        def copy(name: str) -> NDArray[Any]:
+            return np.array(row(name))
+
+        mean = copy("mean")  # first: the error of an index that is too large names it
         start = row("caption_offsets")
         end = self._row(f"{group}/caption_offsets", index + 1)
         captions = self._tensors[f"{group}/caption_rows"]
-        scored, is_masked = (f"{group}/{n}" in self._tensors for n in ("aesthetic_score", "masks"))
+        scored = f"{group}/aesthetic_score" in self._tensors
         masked = None
-        if is_masked:
-            names = (f"{group}/{name}" for name in ("masks", "masked_means"))
-            masked = Masked(*(self._copy(name, index) for name in names))
+        if f"{group}/masks" in self._tensors:
+            masked = Masked(copy("masks"), copy("masked_means"))
         if not 0 <= start <= end <= len(captions):
             raise IndexError(f"{self.path}: {group} has no captions {start} to {end}")
         return LatentSample(
             mean=mean,
-            logvar=logvar,
+            logvar=copy("logvar"),
             id=row("id").tobytes(),
             flip=bool(row("flip")),
             caption_rows=tuple(captions[start:end].tolist()),
@@ -240,10 +240,9 @@ class Latents:
 
     def groups(self) -> dict[str, int]:
         """`<split>/<h>x<w>` -> number of samples in all shards."""
-        total: dict[str, int] = {}
+        total = Counter[str]()
         for shard in self.shards:
-            for group, count in shard.groups.items():
-                total[group] = total.get(group, 0) + count
+            total.update(shard.groups)
         return dict(sorted(total.items()))
 
     @property
@@ -272,16 +271,11 @@ def open_latents(url: str) -> Latents:
     if record is None or info is None:
         raise ValueError(f"{url}: no latents artifact is there")
     stage_url = url.rstrip("/").rpartition("/")[0]
-    shards = [
-        ShardRef(
-            f"{stage_url}/{entry.path.removeprefix('../')}",
-            entry.size,
-            entry.sha256,
-            dict(entry.meta["groups"]),
-        )
-        for entry in sorted(record["files"], key=lambda entry: entry.path)
-        if entry.path.endswith(".safetensors")
-    ]
+    shards = []
+    for entry in sorted(record["files"], key=lambda entry: entry.path):
+        if entry.path.endswith(".safetensors"):
+            place = f"{stage_url}/{entry.path.removeprefix('../')}"
+            shards.append(ShardRef(place, entry.size, entry.sha256, dict(entry.meta["groups"])))
     return Latents(parse_json(read_checked(fs, root, INFO, info.sha256)), shards)
 
 

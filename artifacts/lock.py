@@ -13,9 +13,10 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -77,10 +78,32 @@ class Lock:
         self._state = VersionedContent(None, None)
         self._renewed = clock.now()
 
+    def acquire(self, on_wait: Callable[[dict[str, Any]], None], expiry: float) -> None:
+        """Become the owner once there is none that is alive. Arguments as of `hold`."""
+        notified = None
+        seen = None
+        since = self._clock.now()
+        make_folder_of(self._fs, self._path)
+        while True:
+            state = read(self._fs, self._path)
+            if state != seen:
+                seen = state
+                since = self._clock.now()
+            owner = _owner_of(state)
+            if owner is None or is_dead(owner) or self._clock.now() - since > expiry:
+                if self.take(state):
+                    return
+                make_folder_of(self._fs, self._path)  # it may have been deleted
+                continue
+            if owner and owner.get("token", "") != notified:  # an incomplete record names no owner
+                notified = owner.get("token", "")
+                on_wait(owner)
+            self._clock.sleep(min(0.5, expiry / 4))
+
     def take(self, seen: VersionedContent) -> bool:
         """Become the owner if the lock's state is still `seen`."""
         now = self._clock.now()
-        state = swap(self._fs, self._path, seen, self._record())
+        state = swap(self._fs, self._path, seen, json.dumps(self._owner).encode())
         if state is None:
             return False
         self._state = state
@@ -133,9 +156,6 @@ class Lock:
         if not self.lost.is_set():
             swap(self._fs, self._path, self._state, _FREE)
 
-    def _record(self) -> bytes:
-        return json.dumps(self._owner).encode()
-
 
 def _lost(path: str) -> LockLost:
     return LockLost(f"{path}: another process took the lock over; run again")
@@ -168,7 +188,7 @@ def hold(
         heartbeat: seconds between our own heartbeats.
     """
     lock = Lock(fs, path, expiry / 2, clock, facts)
-    _acquire(fs, path, lock, on_wait, expiry, clock)
+    lock.acquire(on_wait, expiry)
     with _kept(lock, path, heartbeat):
         before = _held.set(lock)
         try:
@@ -189,6 +209,12 @@ def wait_until_free(
     if read_owner(fs, path) is not None:
         with hold(fs, path, on_wait=on_wait):
             pass
+
+
+def is_owned(fs: AbstractFileSystem, path: str) -> bool:
+    """Whether the lock has an owner that is not known to be dead; its heartbeat is not awaited."""
+    owner = read_owner(fs, path)
+    return owner is not None and not is_dead(owner)
 
 
 def is_alive(fs: AbstractFileSystem, path: str, *, clock: Clock = REAL) -> bool:
@@ -239,7 +265,12 @@ def seize(fs: AbstractFileSystem, path: str, seen: VersionedContent) -> Iterator
 @contextmanager
 def _kept(lock: Lock, path: str, heartbeat: float) -> Iterator[None]:
     stop = threading.Event()
-    pulse = threading.Thread(target=_beat, args=(lock, path, stop, heartbeat), daemon=True)
+
+    def beat() -> None:
+        while not stop.wait(heartbeat) and not lock.lost.is_set():
+            _try(lock.renew, path)
+
+    pulse = threading.Thread(target=beat, daemon=True)
     pulse.start()
     try:
         yield
@@ -272,35 +303,6 @@ def is_dead(owner: dict[str, Any]) -> bool:
     return started != owner.get("started") and started != _UNKNOWN
 
 
-def _acquire(
-    fs: AbstractFileSystem,
-    path: str,
-    lock: Lock,
-    on_wait: Callable[[dict[str, Any]], None],
-    expiry: float,
-    clock: Clock,
-) -> None:
-    notified = None
-    seen = None
-    since = clock.now()
-    make_folder_of(fs, path)
-    while True:
-        state = read(fs, path)
-        if state != seen:
-            seen = state
-            since = clock.now()
-        owner = _owner_of(state)
-        if owner is None or is_dead(owner) or clock.now() - since > expiry:
-            if lock.take(state):
-                return
-            make_folder_of(fs, path)  # it may have been deleted
-            continue
-        if owner and owner.get("token", "") != notified:  # an incomplete record names no owner
-            notified = owner.get("token", "")
-            on_wait(owner)
-        clock.sleep(min(0.5, expiry / 4))
-
-
 def _owner_of(state: VersionedContent) -> dict[str, Any] | None:
     if state.data in (None, _FREE):
         return None
@@ -309,11 +311,6 @@ def _owner_of(state: VersionedContent) -> dict[str, Any] | None:
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _beat(lock: Lock, path: str, stop: threading.Event, seconds: float) -> None:
-    while not stop.wait(seconds) and not lock.lost.is_set():
-        _try(lock.renew, path)
 
 
 def _try(act: Callable[[], None], path: str) -> bool:
@@ -327,40 +324,22 @@ def _try(act: Callable[[], None], path: str) -> bool:
 
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "boot": _boot_id(),  # separates machines with equal host names
-        "pids": _pid_namespace(),  # separates containers of one machine
-        "pid": pid,
-        "started": _process_start(pid),
-    }
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as stream:
-            return stream.read().strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    process = {"host": socket.gethostname(), "boot": "", "pids": "", "pid": pid}
+    with suppress(OSError):  # separates machines with equal host names
+        process["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):  # separates containers of one machine
+        process["pids"] = os.readlink("/proc/self/ns/pid")
+    return {**process, "started": _process_start(pid)}
 
 
 def _process_start(pid: int) -> str | None:
     """Start time of a process in clock ticks since boot; it distinguishes reused pids."""
-    try:
-        with open(f"/proc/{pid}/stat") as stream:
-            return stream.read().rpartition(")")[2].split()[19]
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    try:  # without /proc only the existence of the process is known
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
     except OSError:
-        try:  # without /proc only the existence of the process is known
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except OSError:
-            pass
-        return _UNKNOWN
+        pass
+    return _UNKNOWN

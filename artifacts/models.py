@@ -19,7 +19,6 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from filelock import FileLock
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -117,29 +116,25 @@ def resolve_file(path: str) -> Path:
         return local.resolve()
     with reading(f"file {path}", path):
         fs, root, info = remote_file(path)
+        is_web = path.startswith(("http://", "https://"))
         # A web server may redirect to a URL that is signed anew, which is no new version.
-        marks = [info.get(name) for name in HTTP_MARKS] if _is_web(path) else [fs.checksum(root)]
+        marks = [info.get(name) for name in HTTP_MARKS] if is_web else [fs.checksum(root)]
 
     def fetch(copy: Path) -> None:
         with reading(f"file {path}", path):
             fs.get_file(root, str(copy))
 
-    return _cached(
-        [path, *marks, info.get("size")], path, fetch, digest_model, is_versioned=any(marks)
-    )
+    version = [path, *marks, info.get("size")]
+    return _cached(version, path, fetch, digest_model, is_versioned=any(marks))
 
 
 def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
     """Filesystem, path there and info of a file at an fsspec URL. Raises as its client does."""
-    fs, root = fsspec.core.url_to_fs(path)
+    fs, root = url_to_fs(path)
     info = fs.info(root)  # `isfile` takes every error for a missing file
     if info["type"] != "file":
         raise FileNotFoundError
     return fs, root, info
-
-
-def _is_web(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
 
 
 def resolve_configs(path: str, *, revision: str | None = None) -> Path:
@@ -211,7 +206,7 @@ def _digest_file(path: Path, size: int, mtime_ns: int) -> str:
 
 def _fetch_url(url: str) -> Path:
     with reading(f"model {url}", url):
-        fs, root = fsspec.core.url_to_fs(url)
+        fs, root = url_to_fs(url)
         fs.invalidate_cache()  # `find` asks the store, but `checksum` an earlier listing
         files = {p: fs.checksum(p) for p in sorted(find_files(fs, root))}
     if not files:
@@ -282,28 +277,28 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     from huggingface_hub.errors import HFValidationError, XetDownloadError
 
     def fetch(commit: str | None, wanted: Sequence[str], skipped: Sequence[str]) -> Path:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=commit,
-                allow_patterns=list(wanted),
-                ignore_patterns=[*HUB_SKIPPED, *skipped],
-            )
+        path = snapshot_download(
+            repo, revision=commit, allow_patterns=[*wanted], ignore_patterns=[*skipped]
         )
+        return Path(path)
 
     try:
         with caching(Path(constants.HF_HUB_CACHE), "HF_HOME"):
-            folder = fetch(revision, files, HUB_VARIANTS)
+            folder = fetch(revision, files, HUB_SKIPPED + HUB_VARIANTS)
             if files == HUB_FILES and (lacking := _without_plain_weights(folder)):
                 # Without a match, as of the configs, the client would warn.
-                fetch(folder.name, [*HUB_CONFIGS, *lacking], [])
+                fetch(folder.name, HUB_CONFIGS + lacking, HUB_SKIPPED)
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None
     fetched = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
     for name in files_to_fetch(fetched):
-        if _matches(name, files):
-            _check_blob(repo, fetched[name])
+        # The hub's cache names weights by sha256. To hash them costs little: the keys of stages
+        # have the digests, which a process computes once by path.
+        blob = fetched[name].resolve()
+        is_hashed = _matches(name, files) and re.fullmatch("[0-9a-f]{64}", blob.name)
+        if is_hashed and blob.name != digest_model_file(fetched[name]):
+            raise Refused(f"model {repo}: {blob} is damaged: delete it to have it fetched again")
     return folder
 
 
@@ -318,16 +313,6 @@ def _without_plain_weights(folder: Path) -> list[str]:
         if all(_matches(path.name, HUB_VARIANTS) for path in part.glob("*.safetensors")):
             patterns += HUB_STANDALONE if part == folder else [f"{part.name}/*.safetensors"]
     return patterns
-
-
-def _check_blob(repo: str, path: Path) -> None:
-    """Raise Refused for a damaged file of the hub's cache, which names weights by sha256.
-
-    It costs little: the keys of stages have the digests, which a process computes once by path.
-    """
-    blob = path.resolve()
-    if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest_model_file(path):
-        raise Refused(f"model {repo}: {blob} is damaged: delete it to have it fetched again")
 
 
 def hub_error(error: Exception, repo: str, revision: str | None) -> Refused | Away:
@@ -346,21 +331,16 @@ def was_not_reached(error: Exception) -> bool:
 
 def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
     """One line: the reason why the hub refused a model, and a remedy."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
     log_in = "log in by `hf auth login`, or set HF_TOKEN"
     cause = error.__cause__ or error
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         terms = f"{constants.ENDPOINT}/{repo}"
         return f"on the hub it is gated: accept its terms at {terms}, then {log_in}"
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return f"the hub has no such model visible to you: if it is private, {log_in}"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"the hub's model has no revision {revision}"
     if constants.HF_HUB_OFFLINE:
         return "the hub's cache lacks it: unset HF_HUB_OFFLINE to fetch it"
@@ -389,7 +369,15 @@ def check_model_available(path: str, *, revision: str | None = None) -> str:
     if local_model(path) is not None:
         return "local folder"
     if "://" in path:
-        _check_folder(path)
+        try:
+            fs, root = url_to_fs(path)
+            has_files = bool(fs.ls(root, detail=False))  # what is below them is not listed
+        except FileNotFoundError:
+            has_files = False
+        except Exception as error:  # each filesystem's client has errors of its own
+            raise Refused(f"model {path}: {type(error).__name__}: {one_line(error)}") from None
+        if not has_files:
+            raise Refused(f"model {path}: no files there")
         return "remote folder"
     try:  # a part of the files is enough: `resolve_model` fetches the others
         snapshot_download(path, revision=revision, local_files_only=True)
@@ -410,19 +398,6 @@ def check_file_available(path: str) -> str:
     with reading(f"file {path}", path):
         remote_file(path)
     return "remote file"
-
-
-def _check_folder(url: str) -> None:
-    """Raise Refused unless the folder has something; what is below it is not listed."""
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-        has_files = bool(fs.ls(root, detail=False))
-    except FileNotFoundError:
-        has_files = False
-    except Exception as error:  # each filesystem's client has errors of its own
-        raise Refused(f"model {url}: {type(error).__name__}: {one_line(error)}") from None
-    if not has_files:
-        raise Refused(f"model {url}: no files there")
 
 
 def _ask_hub(repo: str, revision: str | None) -> str:

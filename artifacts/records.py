@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256 as new_sha256
 from io import BytesIO
 from typing import IO, Any
 
@@ -99,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def digest_json(value: Any) -> str:
     """sha256 (hex) of the canonical JSON of `value`."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+    return digest_bytes(canonical_json(value))
 
 
 def digest_bytes(data: bytes) -> str:
@@ -242,7 +241,7 @@ def encode_record(record: dict[str, Any]) -> bytes:
 
 def _seal(body: bytes | memoryview) -> bytes:
     """The first line of a record."""
-    return f'{{"sha256": "{new_sha256(body).hexdigest()}",'.encode()
+    return f'{{"sha256": "{hashlib.sha256(body).hexdigest()}",'.encode()
 
 
 SEAL_SIZE = len(_seal(b""))
@@ -250,7 +249,7 @@ SEAL_SIZE = len(_seal(b""))
 
 def digest_files(files: Iterable[FileEntry]) -> str:
     """sha256 (hex) of the canonical JSON of the list of files' contents."""
-    digest = new_sha256(b"[")
+    digest = hashlib.sha256(b"[")
     comma = b""
     for entry in files:
         digest.update(comma + canonical_json(entry.content()))
@@ -351,12 +350,6 @@ def _with_checksum(fs: AbstractFileSystem, root: str, entry: FileEntry) -> FileE
     return replace(entry, etag=etag) if size == entry.size else entry
 
 
-def _is_as_stamped(fs: AbstractFileSystem, root: str, entry: FileEntry) -> bool:
-    if entry.etag is None:
-        return False
-    return present_stamp(fs, _locate(root, entry.path)) == (entry.etag, entry.size)
-
-
 def first_fault(
     fs: AbstractFileSystem, root: str, files: list[FileEntry], *, deep: bool = False
 ) -> str | None:
@@ -365,25 +358,20 @@ def first_fault(
     A file is hashed unless its size and stamp are those that were committed; `deep` hashes every
     file. If a remote store does not give the file, its client raises: that is no fault.
     """
-    check = partial(file_fault, fs, root, deep=deep)
-    return next(
-        filter(
-            None,
-            filesystems.ask_at_once(
-                fs, check, files, DEEP_AT_ONCE if deep else filesystems.AT_ONCE
-            ),
-        ),
-        None,
-    )
+    find = partial(file_fault, fs, root, deep=deep)
+    at_once = DEEP_AT_ONCE if deep else filesystems.AT_ONCE
+    return next(filter(None, filesystems.ask_at_once(fs, find, files, at_once)), None)
 
 
 def file_fault(
     fs: AbstractFileSystem, root: str, entry: FileEntry, *, deep: bool = False
 ) -> str | None:
     """As `first_fault`, for a single file."""
+    place = _locate(root, entry.path)
+    committed = (entry.etag, entry.size)
     try:
         with refusals():
-            if not deep and _is_as_stamped(fs, root, entry):
+            if not deep and entry.etag is not None and present_stamp(fs, place) == committed:
                 return None
             stored = hash_file(fs, root, entry.path)
     except FileNotFoundError:
@@ -395,10 +383,10 @@ def file_fault(
     if stored.size != entry.size:
         return f"{entry.path} has {stored.size} bytes, {entry.size} were committed"
     if stored.sha256 != entry.sha256:
-        distrust(fs, _locate(root, entry.path))
+        distrust(fs, place)
         return f"{entry.path} is damaged: its sha256 differs from the committed one"
     if entry.etag is not None:
-        restore_stamp(fs, _locate(root, entry.path), stored.etag, entry.etag)
+        restore_stamp(fs, place, stored.etag, entry.etag)
     return None
 
 
@@ -412,7 +400,7 @@ class _Hashed:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
-        self._digest = new_sha256()
+        self._digest = hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
         data = self._stream.read(size)

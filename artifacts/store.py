@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -29,7 +29,7 @@ from artifacts import filesystems, records
 from artifacts.compare_and_swap import create, remove, remove_checked
 from artifacts.lock import Lock, hold, is_alive
 from configs.errors import Refused
-from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
+from configs.secrets import one_line, unchained, without_credentials, without_secrets
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,7 @@ class KeyParts:
     inputs: dict[str, str]  # name -> digest
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "version": self.version,
-            "settings": self.settings,
-            "inputs": self.inputs,
-        }
+        return asdict(self)
 
     @property
     def key(self) -> str:
@@ -146,9 +141,8 @@ class Draft:
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
         etag = self._replace(f"{self.path}/{path}", data)
-        self.files[path] = records.FileEntry(
-            path, len(data), records.digest_bytes(data), meta, etag
-        )
+        sha256 = records.digest_bytes(data)
+        self.files[path] = records.FileEntry(path, len(data), sha256, meta, etag)
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
         """Copy a local file in as one of its own files."""
@@ -173,9 +167,8 @@ class Draft:
         if self.store.is_local:
             filesystems.sync_tree(self.path, file.path)
         place = f"{self.path}/{file.path}"
-        etag, _ = records.present_stamp(
-            self.store.fs, place
-        )  # first: a change while it is read is found
+        # First: a change while it is read is then seen.
+        etag, _ = records.present_stamp(self.store.fs, place)
         stored = records.hash_file(self.store.fs, self.path, file.path)
         if stored.content() != file.content():
             if self.lock is not None:
@@ -262,7 +255,7 @@ class Store:
             raise Refused("store: it has no name: give a folder or a URL")
         try:
             # Listings that a client remembers say nothing of what others have done since.
-            known = check_stored_url(check_unchained(url))
+            known = without_credentials(unchained(url), is_stored=True)
             self.fs, root = url_to_fs(known, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:  # some clients connect or open at once
             raise Refused(f"store {without_secrets(url)}: {one_line(error)}") from None

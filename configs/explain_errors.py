@@ -26,6 +26,11 @@ from configs.settings.recipe import Recipe
 SUGGESTED = 3
 #: From this similarity on, a name is a known name with a typing error.
 TYPO = 0.85
+#: Kind of a source -> its settings.
+SOURCES: dict[str, type[BaseModel]] = {
+    get_args(source.model_fields["kind"].annotation)[0]: source
+    for source in get_args(get_args(data.Source)[0])
+}
 
 
 def hint_of(name: str, known: Collection[str], prefix: str = "") -> str:
@@ -77,6 +82,13 @@ class Foreign:
     ours: str  # dotted setting or section; "none" without an equivalent
     note: str = ""
 
+    @property
+    def hint(self) -> str:
+        """A hint for an error: our name of the setting."""
+        if self.ours == "none":
+            return f"no equivalent here: {self.note}"
+        return f"called {self.ours} here" + (f": {self.note}" if self.note else "")
+
 
 #: Settings of other tools without an equivalent, as `aka` of `setting` has the others.
 NO_EQUIVALENT = (
@@ -101,17 +113,12 @@ TOOLS = {"D": "diffusers", "K": "kohya", "P": "PyTorch", "S": "SimpleTuner", "T"
 
 
 def _table() -> Iterator[Foreign]:
-    for name, field in settings_of(Recipe):
-        for text in facts_of(field).get("aka", ()):
-            yield _foreign(text, name)
-    for text in NO_EQUIVALENT:
-        yield _foreign(text, "none")
-
-
-def _foreign(text: str, ours: str) -> Foreign:
-    names, _, rest = text.partition(" (")
-    tools, _, note = rest.partition(")")
-    return Foreign(names, tools, ours, note.removeprefix(": "))
+    settings = [(name, facts_of(field).get("aka", ())) for name, field in settings_of(Recipe)]
+    for ours, texts in (*settings, ("none", NO_EQUIVALENT)):
+        for text in texts:
+            names, _, rest = text.partition(" (")
+            tools, _, note = rest.partition(")")
+            yield Foreign(names, tools, ours, note.removeprefix(": "))
 
 
 TABLE = tuple(_table())
@@ -125,23 +132,6 @@ VALUES = {
     ("train.optimizer", "AdamW"): "adamw here",
     ("train.optimizer", "Adafactor"): "adafactor here",
 }
-
-
-def ours(name: str) -> Foreign | None:
-    """The row of another tool's setting; None if no tool has it."""
-    return next((foreign for foreign in TABLE if name in foreign.names.split()), None)
-
-
-def value_hint(setting: str, value: Any) -> str:
-    """Our equivalent of another tool's value; empty if there is none."""
-    return VALUES.get((setting, value), "") if isinstance(value, str) else ""
-
-
-def hint(foreign: Foreign) -> str:
-    """A hint for an error: our name of the setting."""
-    if foreign.ours == "none":
-        return f"no equivalent here: {foreign.note}"
-    return f"called {foreign.ours} here" + (f": {foreign.note}" if foreign.note else "")
 
 
 def page() -> str:
@@ -269,8 +259,8 @@ def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseM
         # A validator of a whole section: its message names the settings.
         return f"{dotted}: {message}" if dotted else message
     value = item["input"]
-    if item["type"] == "literal_error" and (hint := value_hint(dotted, value)):
-        return f"{dotted}: {value!r} is {hint}"
+    if isinstance(value, str) and item["type"] == "literal_error" and (dotted, value) in VALUES:
+        return f"{dotted}: {value!r} is {VALUES[dotted, value]}"
     got = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     near = _near_choice(item) if item["type"] == "literal_error" else ""
     return f"{dotted}: {message} (got {got}{near})"  # as YAML has it: null, true
@@ -292,26 +282,23 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
     """
     *section, name = where
     if section == ["source"] and (kinds := _kinds_with(name)):
-        kind = (settings.get("source") or {}).get("kind")
-        return f"of source.kind {kinds}; this one is {kind}"
+        return f"of source.kind {kinds}; this one is {settings['source']['kind']}"
     known = _field_names(section, settings, model)
     prefix = "".join(f"{s}." for s in section)
     if name in known:  # a setting of another kind of source
         return hint_of(name, known, prefix)
-    if (theirs := ours(name)) is not None and theirs.ours != prefix + name:
+    theirs = next((foreign for foreign in TABLE if name in foreign.names.split()), None)
+    if theirs is not None and theirs.ours != prefix + name:
         own = prefix + theirs.ours.rpartition(".")[2]
         is_here = own != theirs.ours and own.removeprefix(prefix) in known
-        return did_you_mean([own]) if is_here else hint(theirs)
+        return did_you_mean([own]) if is_here else theirs.hint
     elsewhere = [name] if section and name in model.model_fields else []
-    elsewhere += [f"{part}.{name}" for part in _sections_with(name, model)]
+    for part, field in model.model_fields.items():
+        kind = _section(field.annotation)
+        elsewhere += [f"{part}.{name}"] if kind and name in kind.model_fields else []
     if longer_names(name, known) or section[:1] == ["source"] or (section and len(elsewhere) > 1):
         elsewhere = []
     return did_you_mean(elsewhere) or hint_of(name, known, prefix)
-
-
-def _sections_with(name: str, model: type[BaseModel]) -> list[str]:
-    sections = {part: _section(field.annotation) for part, field in model.model_fields.items()}
-    return [part for part, section in sections.items() if section and name in section.model_fields]
 
 
 def _field_names(
@@ -321,8 +308,7 @@ def _field_names(
         if model is None:
             return []
         if part == "source":
-            kind = (settings.get("source") or {}).get("kind")
-            model = _source_model(kind)
+            model = SOURCES[settings["source"]["kind"]]
         elif part in model.model_fields:
             model = _section(model.model_fields[part].annotation)
     return sorted(model.model_fields) if model is not None else []
@@ -336,14 +322,8 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 def _kinds_with(name: str) -> str:
     """The kinds of source that have a setting."""
-    fields = [model.model_fields for model in get_args(get_args(data.Source)[0])]
-    kinds = [get_args(f["kind"].annotation)[0] for f in fields if name in f]
+    kinds = [kind for kind, source in SOURCES.items() if name in source.model_fields]
     return ", ".join(kinds[:-1]) + " or " * (len(kinds) > 1) + "".join(kinds[-1:])
-
-
-def _source_model(kind: str | None) -> type[BaseModel] | None:
-    models = get_args(get_args(data.Source)[0])
-    return next((m for m in models if kind in get_args(m.model_fields["kind"].annotation)), None)
 
 
 if __name__ == "__main__":

@@ -158,11 +158,10 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
         name = dotted.rpartition(".")[2]
         _set(settings, dotted, anchored({name: value}, Path.cwd())[name])
     try:
-        recipe = Recipe.model_validate(settings)
+        return Recipe.model_validate(settings)
     except ValidationError as error:
         leaves = list(_leaves(overrides))
         raise Refused(explain(path.name, error, settings, overridden=leaves)) from None
-    return recipe
 
 
 def _leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
@@ -200,8 +199,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, complete except for secrets."""
-    settings = _redacted(json.loads(recipe.model_dump_json()))
-    return dump_yaml(settings)
+    return dump_yaml(_redacted(json.loads(recipe.model_dump_json())))
 
 
 def _redacted(value: Any, name: str = "") -> Any:

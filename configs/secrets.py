@@ -67,54 +67,43 @@ def has_secrets(text: str) -> bool:
     return "://" in text and without_secrets(text) != text
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether a setting of this (dotted) name holds a secret."""
-    return SECRET_NAME.search(name) is not None
-
-
 def is_secret(name: str, value: Any) -> bool:
-    """Whether the value of a setting that is no section is a secret, by its name.
+    """Whether the value of a setting that is no section is a secret, by its (dotted) name.
 
     YAML reads a secret of digits as a number. Null and booleans are none.
     """
-    return is_secret_name(name) and value is not None and not isinstance(value, bool)
+    return bool(SECRET_NAME.search(name)) and not isinstance(value, bool | None)
 
 
-def check_read_url(url: str) -> str:
-    """Raise ValueError for a user and password, unless http sends them; returns the URL."""
+def without_credentials(url: str, *, is_stored: bool) -> str:
+    """The URL. Raises ValueError for a user and password, unless http sends them.
+
+    Args:
+        is_stored: whether manifests name the URL, which then may have no secret at all.
+    """
+    if is_stored and has_secrets(url):
+        raise ValueError(f"a URL with a secret is refused, since artifacts name it: {REMEDY}")
     if not HTTP.match(url) and USERINFO.search(url):
         raise ValueError(f"a URL with user and password is refused: {REMEDY}")
     return url
 
 
-def check_stored_url(url: str) -> str:
-    """Raise ValueError for any secret, since manifests name the URL; returns the URL."""
-    if has_secrets(url):
-        raise ValueError(f"a URL with a secret is refused, since artifacts name it: {REMEDY}")
-    return url
-
-
-def check_unchained(url: str) -> str:
-    """Raise ValueError for `::` in a name, by which fsspec would split it; returns the URL.
+def unchained(url: str, *, also_paths: bool = True) -> str:
+    """The URL. Raises ValueError for `::` in a name, by which fsspec would split it.
 
     A chain ends with a URL or a path, as `simplecache::https://host/list.csv`.
+
+    Args:
+        also_paths: whether fsspec opens a path, too; False: only a text with `://` is for fsspec.
     """
-    *links, end = url.split("::")
-    if links and not (CHAINED.match(end) and CHAINING.issuperset(map(_protocol, links))):
+    *links, end = url.split("::") if also_paths or "://" in url else (url,)
+    chains = CHAINING.issuperset(link.partition("://")[0] for link in links)
+    if links and not (CHAINED.match(end) and chains):
         raise ValueError(
             "`::` chains URLs, such as zip://a.csv::s3://bucket/a.zip, and this is no chain: give "
             "another name"
         )
     return url
-
-
-def _protocol(link: str) -> str:
-    return link.partition("://")[0]
-
-
-def check_unchained_url(url: str) -> str:
-    """As check_unchained, for a place that fsspec opens only if it is a URL; returns the URL."""
-    return check_unchained(url) if "://" in url else url
 
 
 def _masked(parameter: re.Match[str]) -> str:

@@ -35,31 +35,18 @@ def page() -> str:
     parts = [HEAD]
     for title, about, rows in (*_tables(Recipe.model_json_schema()), _generate_table()):
         lines = [f"## {title}", "", *([about, ""] if about else [])]
-        lines += [
-            "| setting | type | default | key | description |",
-            "|---|---|---|---|---|",
-            *rows,
-        ]
-        parts.append("\n".join(lines) + "\n")
+        lines += ["| setting | type | default | key | description |", "|---|---|---|---|---|"]
+        parts.append("\n".join([*lines, *rows]) + "\n")
     return "\n".join(parts)
-
-
-def names() -> list[str]:
-    """The dotted name of every setting, in the order of the page."""
-    rows = [row for _, _, table in _tables(Recipe.model_json_schema()) for row in table]
-    return [row.split("`")[1] for row in rows]
 
 
 def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
     """Title, description and rows of each table: the recipe itself, then one per section."""
     definitions = schema["$defs"]
-    own = {
-        name: node
-        for name, node in schema["properties"].items()
-        if not list(_sections(node, definitions))
-    }
-    yield "The recipe", "", [_row(name, node, name == "name", {}) for name, node in own.items()]
-    for name, node in schema["properties"].items():
+    nodes = schema["properties"]
+    own = [name for name, node in nodes.items() if not any(_sections(node, definitions))]
+    yield "The recipe", "", [_row(name, nodes[name], name == "name", {}) for name in own]
+    for name, node in nodes.items():
         for section in _sections(node, definitions):
             kind = section["properties"].get("kind", {}).get("const")
             title = f"`{name}`" + (f", `kind: {kind}`" if kind else "")
@@ -70,7 +57,7 @@ def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
 def _generate_table() -> tuple[str, str, list[str]]:
     """As of `_tables`; without what are arguments of the command."""
     schema = Generate.model_json_schema()
-    rows = list(_rows("", schema, schema.get("$defs", {})))
+    rows = _rows("", schema, schema.get("$defs", {}))
     about = (
         "The settings of `kiln generate MODEL PROMPT`, such as `-o seed=7`; no part of a recipe."
     )

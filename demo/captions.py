@@ -1,8 +1,6 @@
-"""The palette and captions of the demo.
+"""The styles of the demo's pictures, ink and paper in words and in colours, and their captions.
 
-The captions of the demo's pictures: written by templates, and parsed.
-
-The styles of the demo's pictures: ink and paper, in words and in colours.
+Captions are written by templates, and parsed.
 """
 
 import re
@@ -63,10 +61,10 @@ BASE_STYLES = tuple(style.name for style in STYLES if style.ink != "white chalk"
 
 def style_index(name: str) -> int:
     """The index of a style in STYLES. Raises ValueError for an unknown name."""
-    for index, style in enumerate(STYLES):
-        if style.name == name:
-            return index
-    raise ValueError(f"no style is called {name!r}; the styles are: {[s.name for s in STYLES]}")
+    names = [style.name for style in STYLES]
+    if name not in names:
+        raise ValueError(f"no style is called {name!r}; the styles are: {names}")
+    return names.index(name)
 
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -124,18 +122,15 @@ def parse(text: str) -> Asked:
         ValueError: it has not exactly one digit, or names no known style.
     """
     lowered = text.lower()
-    found = [set(pattern.findall(lowered)) for pattern in (_DIGIT, _INK, _PAPER)]
-    if len(found[0]) != 1 or len(found[1]) > 1 or len(found[2]) > 1:
+    digits, inks, papers = (set(part.findall(lowered)) for part in (_DIGIT, _INK, _PAPER))
+    if len(digits) != 1 or len(inks) > 1 or len(papers) > 1:
         raise ValueError(
             f"caption {text!r} should name one digit, at most one ink and at most one paper, "
             f'as in "{captions(7, style_index(NEW_STYLE))[0]}"'
         )
-    word = found[0].pop()
-    asked = Asked(
-        digit=WORDS.index(word) if word in WORDS else int(word),
-        ink=next(iter(found[1]), None),
-        paper=next(iter(found[2]), None),
-    )
+    word = digits.pop()
+    digit = WORDS.index(word) if word in WORDS else int(word)
+    asked = Asked(digit, next(iter(inks), None), next(iter(papers), None))
     if not asked.styles():
         raise ValueError(f"caption {text!r} asks for {asked.ink} on {asked.paper}: no such style")
     return asked

@@ -120,12 +120,6 @@ def _png(picture: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def _even_styles(count: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """`count` indices of base styles, each as often as the others, in random order."""
-    known = [style_index(name) for name in BASE_STYLES]
-    return rng.permutation(np.resize(known, count))
-
-
 def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, bytes, str]]:
     """Number, PNG bytes and caption of each picture, both kinds in one random order.
 
@@ -135,8 +129,10 @@ def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, byte
     x8, labels = load("all")
     again = rng.choice(len(x8), rehearsal, replace=rehearsal > len(x8))
     new = np.full(len(x8), style_index(NEW_STYLE))
+    # Each base style is as frequent as the others.
+    known = rng.permutation(np.resize([style_index(name) for name in BASE_STYLES], rehearsal))
     rows = np.concatenate([np.arange(len(x8)), again])
-    styles = np.concatenate([new, _even_styles(rehearsal, rng)])
+    styles = np.concatenate([new, known])
     for number in rng.permutation(len(rows)):
         if count <= number < len(x8):
             continue

@@ -78,11 +78,6 @@ def _classifier() -> "SVC":
     return SVC(C=10, gamma="scale").fit(np.concatenate(shapes), np.tile(labels, PASSES))
 
 
-def read_digits(images: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The digit [N] that each picture [N, 32, 32, 3] shows."""
-    return _classifier().predict(ink_shape(images))
-
-
 def judge_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
     """Whether each picture shows the digit of its prompt, bool [N].
 
@@ -96,7 +91,8 @@ def judge_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np
     asked = _parse(images, prompts)
     if not asked:
         return np.zeros(0, bool)
-    return np.asarray(read_digits(images) == np.array([a.digit for a in asked]))
+    digits = _classifier().predict(ink_shape(images))
+    return np.asarray(digits == np.array([a.digit for a in asked]))
 
 
 def judge_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:

@@ -135,14 +135,9 @@ def train(model: nn.Module, loss_of_batch: Callable[[], Tensor], steps: int) -> 
             print(f"{type(model).__name__} step {step}: loss {loss.item():.3f}", flush=True)
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train the VAE and CLIP of a demo base.")
     parser.add_argument("out", type=Path, help="new model folder")
     parser.add_argument("--clip-steps", type=int, default=CLIP_STEPS)
     parser.add_argument("--vae-steps", type=int, default=VAE_STEPS)
     make_base(**vars(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    main()

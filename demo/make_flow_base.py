@@ -69,13 +69,8 @@ def _train_t5(out: Path, steps: int) -> None:
     save_file(weights, out / "text_encoder_2/model.safetensors", metadata={"format": "pt"})
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train the T5 of a flow base for the demo.")
     parser.add_argument("out", type=Path, help="new model folder")
     parser.add_argument("--t5-steps", type=int, default=T5_STEPS)
     make_flow_base(**vars(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    main()

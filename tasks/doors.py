@@ -212,18 +212,16 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
     is_new = store.is_local and not os.path.isdir(store.root)
     try:
         store.check_writable()
-    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        why = f"no folder can be made at {store.url} ({error.strerror})"
-        raise Refused(why, setting=setting, remedy=remedy) from None
     except Exception as error:
         meaning = classify(error, store.url)
-        if meaning is error and not isinstance(error, OSError):
+        if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
+            meaning = Refused(f"no folder can be made at {store.url} ({error.strerror})")
+        elif meaning is error and not isinstance(error, OSError):
             raise
+        elif not isinstance(meaning, UserError):
+            meaning = Refused(meaning)
         kind = Away if isinstance(meaning, Away) else Refused
-        if isinstance(meaning, UserError):
-            own = meaning.remedy or remedy
-            raise kind(meaning.what, setting=setting, remedy=own) from error
-        raise kind(meaning, setting=setting, remedy=remedy) from error
+        raise kind(meaning.what, setting=setting, remedy=meaning.remedy or remedy) from error
     finally:
         if is_new and os.path.isdir(store.root) and not os.listdir(store.root):
             os.rmdir(store.root)

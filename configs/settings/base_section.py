@@ -6,26 +6,36 @@ from it.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Annotated, Any, Literal, get_args
+from functools import partial
+from itertools import chain, pairwise
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
 
-from configs.secrets import check_read_url, check_stored_url, check_unchained, check_unchained_url
+from configs.secrets import unchained, without_credentials
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-#: Places that only this run reads: an http URL may hold credentials.
-ReadUrl = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained)]
+_Stored = AfterValidator(partial(without_credentials, is_stored=True))
+_Read = AfterValidator(partial(without_credentials, is_stored=False))
+_UnchainedUrl = AfterValidator(partial(unchained, also_paths=False))
+#: A URL that only this run reads and joins to others: an http URL may hold credentials.
+BaseUrl = Annotated[str, _Read]
+#: Places that only this run reads.
+ReadUrl = Annotated[str, _Read, AfterValidator(unchained)]
 #: Places that artifacts name.
-StoredUrl = Annotated[str, AfterValidator(check_stored_url), AfterValidator(check_unchained)]
+StoredUrl = Annotated[str, _Stored, AfterValidator(unchained)]
 #: Models, which artifacts name: a local path, a hub id or a URL.
-ModelPlace = Annotated[str, AfterValidator(check_stored_url), AfterValidator(check_unchained_url)]
+ModelPlace = Annotated[str, _Stored, _UnchainedUrl]
 #: Files that only this run reads: a local path or a URL.
-ReadFile = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained_url)]
+ReadFile = Annotated[str, _Read, _UnchainedUrl]
 
 
 def _without_null(section: Any) -> Any:
@@ -91,16 +101,26 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
                 yield from settings_of(kind, f"{prefix}{name}.")
 
 
-class Section(BaseModel):
+class Section(BaseModel, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False):
     """A section of a recipe: unknown settings are errors, and values are immutable and finite."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema with the string below each field as its description.
+
+        pydantic's use_attribute_docstrings would parse the source at each start of a program.
+        """
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for section in cls.__mro__[: cls.__mro__.index(Section)]:
+            definition = ast.parse(inspect.getsource(section)).body[0]
+            for field, below in pairwise(ast.iter_child_nodes(definition)):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                        properties[name].setdefault("description", inspect.cleandoc(text))
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +132,16 @@ class Section(BaseModel):
                 if not {int, float}.isdisjoint(kinds) and bool not in kinds:
                     raise ValueError(f"{name} must be a number, not {json.dumps(value)}")
         return settings
+
+    @model_validator(mode="after")
+    def _refuse_faults(self) -> Self:
+        for fault in self.faults():
+            raise ValueError(fault)
+        return self
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with settings that are valid one by one, in words that name them."""
+        return iter(())
 
     def refuse_changed(self, names: Iterable[str], choice: str) -> None:
         """Raise ValueError if a setting without effect differs from its default.

@@ -4,16 +4,13 @@ A source is of one of several kinds. `download` has fetching, limits and resizin
 `encode` has crops, buckets, masks and the held-out split.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, FiniteFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, PositiveFloat, PositiveInt
 
-from configs.secrets import check_read_url
-from configs.settings.base_section import Dtype, Fraction, ReadUrl, Section, setting
+from configs.settings.base_section import BaseUrl, Dtype, Fraction, ReadUrl, Section, setting
 
 AestheticColumn = Annotated[
     str | None,
@@ -67,20 +64,16 @@ class UrlSource(Section):
     is a failed row."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
-    base_url: Annotated[str, AfterValidator(check_read_url)] | None = None
+    base_url: BaseUrl | None = None
     """Base of relative URLs; null: all URLs are absolute."""
 
-    @model_validator(mode="after")
-    def _is_no_text(self) -> UrlSource:
+    def faults(self) -> Iterator[str]:
         is_web = self.path.startswith(("http://", "https://"))  # elsewhere ? is of a pattern
         name = self.path.partition("?")[0] if is_web else self.path
         name = re.sub(r"\.(gz|zst)$", "", name)
         suffix = name.rpartition(".")[2].lower()
         if self.format == "parquet" and suffix in TEXT_FORMATS:
-            raise ValueError(
-                f"format is parquet, and path ends in .{suffix}: set format to {suffix}"
-            )
-        return self
+            yield f"format is parquet, and path ends in .{suffix}: set format to {suffix}"
 
 
 class FolderSource(Section):

@@ -3,11 +3,10 @@
 `evaluate` and `generate` share the settings of prompts and sampler.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
 from configs.settings import base_section
 
@@ -32,12 +31,11 @@ class Prompts(base_section.Section):
     file: base_section.ReadFile | None = base_section.setting(None, not_in_key="content")
     """Text file with one prompt per line, instead of `prompts`."""
 
-    @model_validator(mode="after")
-    def _check_prompts(self) -> Prompts:
+    def faults(self) -> Iterator[str]:
         if not self.prompts and not self.file:
-            raise ValueError("it has no prompts: set prompts, or file")
+            yield "it has no prompts: set prompts, or file"
         if self.prompts and self.file:
-            raise ValueError(
+            yield (
                 "set either prompts or file, not both (`prompts: []` drops those of a recipe that "
                 "is extended)"
             )
@@ -45,8 +43,7 @@ class Prompts(base_section.Section):
             try:
                 prompt.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"prompts.{number} is not UTF-8: {prompt!a}") from None
-        return self
+                yield f"prompts.{number} is not UTF-8: {prompt!a}"
 
 
 class Sampling(base_section.Section):
@@ -144,12 +141,10 @@ class Evaluate(Sampling):
     device: str = base_section.setting("auto", not_in_key="execution")
     """Device: see train.device."""
 
-    @model_validator(mode="after")
-    def _check_judges(self) -> Evaluate:
+    def faults(self) -> Iterator[str]:
         names = [judge if isinstance(judge, str) else judge.name for judge in self.judges]
         if len(set(names)) < len(names):
-            raise ValueError("judges: two judges have the same name")
-        return self
+            yield "judges: two judges have the same name"
 
     @property
     def preference_models(self) -> dict[str, str]:

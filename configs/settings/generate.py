@@ -1,7 +1,5 @@
 """Settings of the flow `generate`: the model, the prompts and the sampler."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

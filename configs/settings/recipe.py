@@ -5,11 +5,10 @@ the larger ones in files of their own. A warning names settings that another one
 key has them.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from configs.settings.base_section import Dtype, ModelPlace, NullDrops, Section, StoredUrl, setting
 from configs.settings.data import Download, Encode, Source
@@ -104,8 +103,7 @@ class Place(Section):
 
     def pools(self) -> dict[PlacedStage, str]:
         """Stage -> POOL or POOL/QUEUE, for the stages that have a pool."""
-        pools = {stage: getattr(self, stage) for stage in PLACED_STAGES}
-        return {stage: pool for stage, pool in pools.items() if pool is not None}
+        return {stage: pool for stage in PLACED_STAGES if (pool := getattr(self, stage))}
 
 
 class Plan(Section):
@@ -219,23 +217,21 @@ class Tpu(Section):
         """The software version for gcloud. Raises KeyError if an unknown kind has no version."""
         return self.version or SOFTWARE[self.kind]
 
-    @model_validator(mode="after")
-    def _check_accelerator(self) -> Tpu:
+    def faults(self) -> Iterator[str]:
         if self.kind == "v5e":
             name = self.accelerator_type.replace("v5e", "v5litepod")
-            raise ValueError(f"accelerator_type {self.accelerator_type}: gcloud calls it {name}")
+            yield f"accelerator_type {self.accelerator_type}: gcloud calls it {name}"
         known = SOFTWARE.get(self.kind)
         if known is None and self.version is None:
-            raise ValueError(
+            yield (
                 f"accelerator_type {self.accelerator_type}: set version too "
                 f"(only {', '.join(SOFTWARE)} have a default)"
             )
         if known is not None and self.version in {*SOFTWARE.values()} - {known}:
-            raise ValueError(
+            yield (
                 f"version {self.version} does not support {self.accelerator_type}: "
                 f"leave it at null ({known})"
             )
-        return self
 
 
 RuntimeName = Literal["torch", "xla", "jax", "mindspore"]
@@ -286,39 +282,36 @@ class Recipe(Section):
     sweep: Sweep = setting(Sweep(), not_in_key="command")
     plan: Plan = setting(Plan(), not_in_key="command")
 
-    @model_validator(mode="after")
-    def _check_runtime(self) -> Recipe:
-        self._check_extra_inputs()
+    def faults(self) -> Iterator[str]:
+        yield from self._faults_of_extra_inputs()
+        runtime = f"runtime: {self.runtime}"
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
-            raise ValueError(f"train.mindspore requires runtime mindspore, not {self.runtime}")
+            yield f"train.mindspore requires runtime mindspore, not {self.runtime}"
         if self.runtime != "mindspore" and self.train.mixed_precision == "fp16":
-            raise ValueError("train.mixed_precision: fp16 requires runtime mindspore: set bf16")
+            yield "train.mixed_precision: fp16 requires runtime mindspore: set bf16"
         if self.train.hpu != Hpu() and not self.train.device.startswith("hpu"):
-            raise ValueError(f"train.hpu requires train.device: hpu, not {self.train.device}")
+            yield f"train.hpu requires train.device: hpu, not {self.train.device}"
         if self.runtime != "torch":
-            self.train.refuse_changed(
-                ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic"),
-                f"runtime: {self.runtime}",
-            )
-            self.train.lora.refuse_changed(("base_precision",), f"runtime: {self.runtime}")
-            self.evaluate.refuse_changed(("offload",), f"runtime: {self.runtime}")
+            of_torch = ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic")
+            self.train.refuse_changed(of_torch, runtime)
+            self.train.lora.refuse_changed(("base_precision",), runtime)
+            self.evaluate.refuse_changed(("offload",), runtime)
         if self.evaluate.device.startswith(("hpu", "npu")):
             self.evaluate.refuse_changed(("offload",), f"device: {self.evaluate.device}")
         if self.tpu is not None and self.runtime != "xla":
-            raise ValueError(f"tpu requires runtime xla, not {self.runtime}")
-        return self
+            yield f"tpu requires runtime xla, not {self.runtime}"
 
-    def _check_extra_inputs(self) -> None:
-        """Raise ValueError if masks or scores are used but not produced, or produced but unused."""
+    def _faults_of_extra_inputs(self) -> Iterator[str]:
+        """Masks or scores that are used and not produced, or produced and not used."""
         if self.train.inpainting != (self.encode.masks > 0):
-            raise ValueError(
+            yield (
                 "train.inpainting requires masks: set encode.masks, such as 4"
                 if self.train.inpainting
                 else "encode.masks requires train.inpainting: set both or neither"
             )
         scored = getattr(self.source, "aesthetic_column", None) is not None
         if self.train.aesthetic_score != scored:
-            raise ValueError(
+            yield (
                 "train.aesthetic_score requires scores: set source.aesthetic_column"
                 if self.train.aesthetic_score
                 else "source.aesthetic_column requires train.aesthetic_score: set both or neither"

@@ -1,20 +1,11 @@
 """Settings of the section `train`: weights, objective, optimizer, hardware and monitoring."""
 
-from __future__ import annotations
-
 import fractions
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_serializer
 
 from configs.settings import train_parts
 from configs.settings.base_section import Fraction, Section, setting
@@ -309,72 +300,69 @@ class Train(Section):
         return value
 
     @model_serializer(mode="wrap")
-    def _without_unused_steps(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unused_steps(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         """A resolved recipe with `epochs` has no `steps`, since the two exclude each other."""
-        values: dict[str, Any] = serialize(self)
+        values = serialize(self)
         if self.epochs is not None:
             values.pop("steps", None)
         return values
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Train:
+    def faults(self) -> Iterator[str]:
         if self.snr_gamma is not None and self.debiased_estimation_loss:
-            raise ValueError("snr_gamma and debiased_estimation_loss exclude each other: set one")
+            yield "snr_gamma and debiased_estimation_loss exclude each other: set one"
         if self.mixed_precision != "fp16" and self.loss_scale != train_parts.LossScale():
-            raise ValueError("loss_scale requires mixed_precision: fp16")
+            yield "loss_scale requires mixed_precision: fp16"
         if self.method == "lora" and self.init == "random":
-            raise ValueError("init: random requires method: full")
+            yield "init: random requires method: full"
         if self.denoiser_config is not None and self.init != "random":
-            raise ValueError("denoiser_config requires init: random")
+            yield "denoiser_config requires init: random"
         if self.text_encoder_lr is not None and not self.train_text_encoder:
-            raise ValueError("text_encoder_lr requires train_text_encoder: true")
+            yield "text_encoder_lr requires train_text_encoder: true"
         if self.epochs is not None:
             if "steps" in self.model_fields_set:
-                raise ValueError("epochs and steps exclude each other: remove one of them")
+                yield "epochs and steps exclude each other: remove one of them"
         elif self.profile.steps and self.profile.start + self.profile.steps > self.steps:
-            raise ValueError(
+            yield (
                 f"profile: steps {self.profile.start} to {self.profile.start + self.profile.steps} "
                 f"exceed the run's {self.steps}"
             )
-        self._check_checkpoint_scores()
-        self._check_cuda_graphs()
+        yield from self._faults_of_checkpoint_scores()
+        yield from self._faults_of_cuda_graphs()
         if self.attention in ("flash", "flash_3", "cudnn") and self.mixed_precision == "no":
-            raise ValueError(f"attention: {self.attention} requires mixed_precision: bf16")
+            yield f"attention: {self.attention} requires mixed_precision: bf16"
         if self.attention == "cudnn" and self.deterministic:
-            raise ValueError("attention: cudnn requires deterministic: false")
+            yield "attention: cudnn requires deterministic: false"
         if self.global_batch_size % self.processes:
-            raise ValueError(
+            yield (
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "
                 f"({self.processes})"
             )
         if self.fsdp != 1 and self.optimizer != "adamw":
-            raise ValueError(
-                f"optimizer {self.optimizer} requires unsharded weights: set fsdp to 1"
-            )
+            yield f"optimizer {self.optimizer} requires unsharded weights: set fsdp to 1"
         if self.fsdp != 1 and self.method == "lora" and self.lora.base_precision is not None:
-            raise ValueError("lora.base_precision requires unsharded weights: set fsdp to 1")
-        return self
+            yield "lora.base_precision requires unsharded weights: set fsdp to 1"
 
-    def _check_cuda_graphs(self) -> None:
-        """Raise ValueError for settings whose step has operations that CUDA cannot capture."""
+    def _faults_of_cuda_graphs(self) -> Iterator[str]:
+        """Settings whose step has operations that CUDA cannot capture."""
         if not self.cuda_graphs:
             return
         if self.processes > 1:
-            raise ValueError("cuda_graphs requires processes: 1")
+            yield "cuda_graphs requires processes: 1"
         if self.gradient_checkpointing != "none":
-            raise ValueError("cuda_graphs requires gradient_checkpointing: none")
+            yield "cuda_graphs requires gradient_checkpointing: none"
         if self.method == "lora" and self.lora.dropout:
-            raise ValueError("cuda_graphs requires lora.dropout: 0")
+            yield "cuda_graphs requires lora.dropout: 0"
 
-    def _check_checkpoint_scores(self) -> None:
-        """Raise ValueError if a checkpoint would have no score for the rule that ranks it."""
+    def _faults_of_checkpoint_scores(self) -> Iterator[str]:
+        """Settings with which a checkpoint has no score for the rule that ranks it."""
         rule = self.best_checkpoint
         if rule is None and not self.keep_best:
             return
+        setting_of_rule = "keep_best" if rule is None else "best_checkpoint"
         if self.ema_decay is not None and self.checkpointing_steps % self.ema_every_n_steps:
-            raise ValueError(
-                f"{'keep_best' if rule is None else 'best_checkpoint'} compares averages that "
-                "changed: ema_every_n_steps must divide checkpointing_steps"
+            yield (
+                f"{setting_of_rule} compares averages that changed: ema_every_n_steps must divide "
+                "checkpointing_steps"
             )
         name = "holdout_loss.every_n_steps"
         interval = self.holdout_loss.every_n_steps
@@ -382,12 +370,12 @@ class Train(Section):
             name = "sample_every_n_steps"
             interval = self.sample_every_n_steps
         if self.checkpointing_steps % (interval or 2**63):
-            raise ValueError(
-                f"{'keep_best' if rule is None else 'best_checkpoint'} requires a score per "
-                f"checkpoint: {name} must divide checkpointing_steps"
+            yield (
+                f"{setting_of_rule} requires a score per checkpoint: {name} must divide "
+                "checkpointing_steps"
             )
 
-    def with_steps(self, samples: int) -> Train:
+    def with_steps(self, samples: int) -> Self:
         """The settings with `epochs` converted to `steps`, rounded up, for `samples` samples."""
         if self.epochs is None:
             return self

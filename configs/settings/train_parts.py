@@ -5,11 +5,10 @@ is held-out loss, divergence, profiler and Weights & Biases. Settings for one ru
 those of MindSpore, Gaudi and float16.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt
 
 from configs.settings.base_section import Fraction, Section, setting
 
@@ -40,11 +39,9 @@ class Lora(Section):
     """`int8`: the linear layers of the frozen denoiser's blocks have 8-bit weights in training,
     half the memory; null: the compute dtype. Runtime `torch`."""
 
-    @model_validator(mode="after")
-    def _check_base_precision(self) -> Lora:
+    def faults(self) -> Iterator[str]:
         if self.base_precision is not None and self.dora:
-            raise ValueError("base_precision: int8 requires dora: false")
-        return self
+            yield "base_precision: int8 requires dora: false"
 
 
 class TimestepSampling(Section):
@@ -100,13 +97,9 @@ class TimestepSampling(Section):
     """Shift a flow's noise levels by the picture's size, as its pipeline does when it samples; the
     base's scheduler must have use_dynamic_shifting."""
 
-    @model_validator(mode="after")
-    def _check(self) -> TimestepSampling:
+    def faults(self) -> Iterator[str]:
         if self.bias_strategy != "none" and self.bias_multiplier == 1:
-            raise ValueError(
-                f"bias_strategy: {self.bias_strategy} has no effect with bias_multiplier: 1"
-            )
-        return self
+            yield f"bias_strategy: {self.bias_strategy} has no effect with bias_multiplier: 1"
 
 
 HOLDOUT_LOSS = "holdout_loss"
@@ -125,11 +118,9 @@ class BestCheckpoint(Section):
     min_delta: float = setting(0.0, ge=0, aka="early_stopping_threshold (T)")
     """An improvement counts for `patience` if it is larger than this."""
 
-    @model_validator(mode="after")
-    def _check(self) -> BestCheckpoint:
+    def faults(self) -> Iterator[str]:
         if self.patience is None and self.min_delta:
-            raise ValueError("best_checkpoint.min_delta requires best_checkpoint.patience")
-        return self
+            yield "best_checkpoint.min_delta requires best_checkpoint.patience"
 
     def key_settings(self) -> dict[str, Any]:
         """As those of a section; `mode: null` is the mode that it stands for."""
@@ -231,8 +222,6 @@ class Hpu(Section):
     gpu_migration: bool = False
     """Load Habana's GPU migration toolkit, which maps cuda calls to hpu."""
 
-    @model_validator(mode="after")
-    def _check_mode(self) -> Hpu:
+    def faults(self) -> Iterator[str]:
         if self.graphs and self.mode == "eager":
-            raise ValueError("graphs requires mode: lazy")
-        return self
+            yield "graphs requires mode: lazy"

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
 
@@ -33,18 +32,15 @@ def main(words: list[str]) -> int:
         return 2
     with get_client(sync_client=True) as client:
         try:
-            found = str(client.read_block_document_by_name(name, kind).id) if block else ""
+            block_id = str(client.read_block_document_by_name(name, kind).id) if block else ""
         except ObjectNotFound:
             print(f"no block {block} on {client.api_url}: create it first", file=sys.stderr)
             return 2
         for text in texts:
-            _apply(client, yaml.safe_load(text.replace("${BLOCK}", found)))
+            described = yaml.safe_load(text.replace("${BLOCK}", block_id))
+            automation = AutomationCore.model_validate(described)
+            print(f"{put_automation(client, automation)}  {automation.name}")
     return 0
-
-
-def _apply(client: SyncPrefectClient, described: dict[str, Any]) -> None:
-    automation = AutomationCore.model_validate(described)
-    print(f"{put_automation(client, automation)}  {automation.name}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.secrets import has_secrets, is_secret_name, without_secrets
+from configs.secrets import has_secrets, is_secret, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_only_urls_have_secrets() -> None:
     ],
 )
 def test_the_last_part_of_a_name_says_whether_it_is_a_secret(name: str, secret: bool) -> None:
-    assert is_secret_name(name) == secret
+    assert is_secret(name, "value") == secret
