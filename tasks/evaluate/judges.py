@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 from configs.settings.evaluate import JudgeName, PreferenceModel
+from demo.captions import parse
 from tasks.evaluate.distances import preference_scores
 from tasks.evaluate.features import Clip
 
@@ -29,7 +30,7 @@ class JudgeEntry:
     """Registered judges of one name. Their functions import their modules when they are called."""
 
     judges: Mapping[str, Judge]  # metric name -> judge
-    check: Callable[[Sequence[str]], None]  # raises ValueError for an unsupported prompt
+    parse: Callable[[str], object]  # raises ValueError for an unsupported prompt
     side: int | None = None  # of the pictures that they support, in pixels; None: any
 
 
@@ -45,15 +46,8 @@ def _shows_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
     return judge_style(images, prompts)
 
 
-def _check_digits(prompts: Sequence[str]) -> None:
-    from demo.captions import parse
-
-    for prompt in prompts:
-        parse(prompt)
-
-
 JUDGES: dict[JudgeName, JudgeEntry] = {
-    "digits": JudgeEntry({"digit": _shows_digit, "style": _shows_style}, _check_digits, side=32)
+    "digits": JudgeEntry({"digit": _shows_digit, "style": _shows_style}, parse, side=32)
 }
 
 
@@ -106,23 +100,12 @@ def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequ
         if isinstance(judge, PreferenceModel):
             continue
         try:
-            JUDGES[judge].check(prompts)
+            for prompt in prompts:
+                JUDGES[judge].parse(prompt)
         except ValueError as error:
             raise Refused(
                 f"{judge}: {error}; for other prompts leave {judge} out", setting="evaluate.judges"
             ) from None
-
-
-def check_sides(settings: Sequence[JudgeName | PreferenceModel], height: int, width: int) -> None:
-    """Raise Refused for a judge that does not support pictures of this size."""
-    for judge in settings:
-        side = None if isinstance(judge, PreferenceModel) else JUDGES[judge].side
-        if side is not None and (height, width) != (side, side):
-            raise Refused(
-                f"{judge} judges pictures of {side} x {side} pixels, not {height} x "
-                f"{width}: set evaluate.height and width, or leave {judge} out",
-                setting="evaluate.judges",
-            )
 
 
 def judge_pictures(
