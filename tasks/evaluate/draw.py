@@ -159,9 +159,8 @@ def progress_callback(progress: Progress) -> Callable[[Event], None]:
             total = event["total"]
             progress(done, total, f"{done:,} of {total:,} pictures drawn")
         elif event["event"] == "losses":
-            number = event["model"]
-            count = event["models"]
-            log.info("%s: held-out losses of model %d of %d", progress.stage, number, count)
+            numbers = (event["model"], event["models"])
+            log.info("%s: held-out losses of model %d of %d", progress.stage, *numbers)
         elif event["event"] == "result" and event.get("drawn"):
             compiled = event["compile_seconds"]
             suffix = f", after {compiled:.1f} s of compiling" if compiled else ""
@@ -248,12 +247,12 @@ def _job(
 
 
 def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
-    pictures = [out / f"{number:05d}.png" for number in range(count)]
-    losses = [path for path in [out / LOSSES] if path.exists()]
+    names = [f"{number:05d}.png" for number in range(count)]
+    names += [LOSSES] if (out / LOSSES).exists() else []
     tar = out / "drawn.tar"
     with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as stream:
-        for path in [*pictures, *losses]:
-            add_member(stream, path.name, path.read_bytes())
+        for name in names:
+            add_member(stream, name, (out / name).read_bytes())
     return store.commit_shard(STAGE, key, {".tar": str(tar)}, {"pictures": count})
 
 
@@ -354,8 +353,8 @@ def compare_pictures(artifact: Artifact, champion: Artifact | None) -> Compariso
         prompts += set_prompts
     drawn = artifact.summary["drawn"]  # model -> key of its shard
     if champion is not None:
-        own = {"champion": champion.summary["drawn"]["tuned"]}
-        drawn = {"base": drawn["base"], **own, "tuned": drawn["tuned"]}
+        champions = champion.summary["drawn"]["tuned"]
+        drawn = {"base": drawn["base"], "champion": champions, "tuned": drawn["tuned"]}
     by_model = [_pictures(artifact.store, key, set(chosen)) for key in drawn.values()]
     rows = [(prompts[n], [pictures[n] for pictures in by_model]) for n in chosen]
     return Comparison("Before and after", tuple(drawn), rows, artifact.read(GRID))

@@ -74,6 +74,13 @@ class EvalInputs:
             **self.measuring.digests(),
         }
 
+    @property
+    def loss_facts(self) -> dict[str, Any]:
+        """The facts that define the held-out loss of the model in training."""
+        train = self.recipe.train
+        schedule = self.base.schedule(train)
+        return _loss_facts(schedule, self.base, ExtraInputs.from_settings(train))
+
     def model(
         self, trained: Artifact | None = None, weights: TrainedWeights = BASE
     ) -> draw.EvalModel:
@@ -96,13 +103,13 @@ def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
     """The sampling settings of an evaluation, equal for all models."""
     recipe = inputs.recipe
     latents = inputs.latents
-    settings = inputs.recipe.evaluate
+    settings = recipe.evaluate
     has_holdout = open_latents(latents.uri).held_out > 0
     return draw.SamplingSpec(
         runtime=recipe.runtime,
         device=settings.device,
         batch_size=settings.batch_size,
-        prompts=tuple(all_prompts(prompt_sets(recipe.evaluate))),
+        prompts=tuple(all_prompts(prompt_sets(settings))),
         sampler=draw.sampler_settings(settings, "dtype"),
         latents=latents.uri if has_holdout else None,
         latents_digest=latents.digest,
@@ -119,7 +126,7 @@ def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
     )
 
 
-def loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:
+def _loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:
     """The facts that define a held-out loss; losses are comparable only if they are equal."""
     encoders = dict(base.encoders)
     return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
@@ -128,8 +135,6 @@ def loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str,
 def fingerprint(inputs: EvalInputs) -> str:
     """sha256 of all facts that two evaluations must share for comparable metrics."""
     recipe = inputs.recipe
-    schedule = inputs.base.schedule(recipe.train)
-    extras = ExtraInputs.from_settings(recipe.train)
     return digest_json(
         {
             "version": VERSION,
@@ -142,14 +147,12 @@ def fingerprint(inputs: EvalInputs) -> str:
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
             "bootstrap": recipe.evaluate.bootstrap,
-            "loss": loss_facts(schedule, inputs.base, extras),
+            "loss": inputs.loss_facts,
         }
     )
 
 
 def same_loss(inputs: EvalInputs, model: draw.EvalModel) -> bool:
     """Whether a model has the prediction and the inputs of the model in training."""
-    theirs = read_schedule(model.part("scheduler"))
-    ours = inputs.base.schedule(inputs.recipe.train)
-    extras = ExtraInputs.from_settings(inputs.recipe.train)
-    return loss_facts(theirs, model.base, model.extras) == loss_facts(ours, inputs.base, extras)
+    schedule = read_schedule(model.part("scheduler"))
+    return _loss_facts(schedule, model.base, model.extras) == inputs.loss_facts

@@ -172,7 +172,12 @@ def _load_or_compile(
             f"compiling the step for {batch.where.name}, {batch.per_chip} pictures per chip and "
             "forward pass: minutes for a large model"
         )
-        return asdict(_compile(request))
+        folder = compiler_folder()
+        paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
+        # Only the child process has libtpu on its path.
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        text = json.dumps(asdict(request))
+        return ask("-m", "runtimes.jax.tpu_step_memory", text, environment=environment)
 
     versions = {name: version(name) for name in STEP_PACKAGES} | {"libtpu": compiler_version()}
     key = cache_key(VERSION, request, versions)
@@ -234,13 +239,3 @@ def compiler_version() -> str | None:
     folder = compiler_folder()
     path = sys.path if folder is None else [str(folder)]
     return next((package.version for package in distributions(name="libtpu", path=path)), None)
-
-
-def _compile(request: TpuStepRequest) -> StepCost:
-    """Compile the step in a child process, since only that has libtpu on its path."""
-    folder = compiler_folder()
-    paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    text = json.dumps(asdict(request))
-    step = ask("-m", "runtimes.jax.tpu_step_memory", text, environment=environment)
-    return StepCost(**step)
