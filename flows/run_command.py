@@ -34,7 +34,6 @@ from rich.progress import (
 
 from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe, load_trials
-from configs.preflight import enter
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName
@@ -299,9 +298,9 @@ def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> No
 def _check_generate(settings: Generate, out: str) -> None:
     """Report wrong input before a server starts for this run, which takes longer."""
     from flows.generate import output_folder
-    from tasks.generate import checks
+    from tasks.generate import check_here
 
-    enter(checks(settings), remote=False)
+    check_here(settings)
     output_folder(out)
 
 

@@ -94,20 +94,6 @@ def preference_judge(name: str, folder: Path, device: str, prompts: Sequence[str
     return judge
 
 
-def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequence[str]) -> None:
-    """Raise Refused for the first prompt that a judge does not support."""
-    for judge in settings:
-        if isinstance(judge, PreferenceModel):
-            continue
-        try:
-            for prompt in prompts:
-                JUDGES[judge].parse(prompt)
-        except ValueError as error:
-            raise Refused(
-                f"{judge}: {error}; for other prompts leave {judge} out", setting="evaluate.judges"
-            ) from None
-
-
 def judge_pictures(
     judges: Mapping[str, Judge], images: NDArray[np.uint8], prompts: Sequence[str]
 ) -> dict[str, Scores]:

@@ -25,7 +25,7 @@ from tasks.evaluate import draw, measure, metrics
 from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, EvalModel, RunJob, SamplingSpec, compare_pictures
 from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
-from tasks.evaluate.judges import JUDGES, check_prompts, judge_names
+from tasks.evaluate.judges import JUDGES, judge_names
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
@@ -60,8 +60,17 @@ def check(recipe: Recipe) -> None:
         names = metrics.by_set(judge, recipe.evaluate.prompts)
         if judge in metrics.LOWER_IS_BETTER or any(known[name] > 1 for name in names):
             raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
-    sets = metrics.prompt_sets(recipe.evaluate)
-    check_prompts(recipe.evaluate.judges, metrics.all_prompts(sets))
+    prompts = metrics.all_prompts(metrics.prompt_sets(recipe.evaluate))
+    for name in recipe.evaluate.judges:
+        if isinstance(name, PreferenceModel):
+            continue
+        try:
+            for prompt in prompts:
+                JUDGES[name].parse(prompt)
+        except ValueError as error:
+            raise Refused(
+                f"{name}: {error}; for other prompts leave {name} out", setting="evaluate.judges"
+            ) from None
 
 
 def check_drawn_size(settings: Evaluate, base: Base) -> None:

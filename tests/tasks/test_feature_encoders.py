@@ -55,8 +55,9 @@ from tasks.evaluate.features import (
     digest_image_encoder,
     open_image_encoder,
 )
-from tasks.evaluate.judges import check_prompts, judge_names, judge_pictures, open_judges
+from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
 from tasks.evaluate.metrics import SampleScorer
+from tasks.evaluate.stage import check
 
 PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
 
@@ -458,9 +459,9 @@ def test_the_digits_judge_recognises_real_digits() -> None:
 
 
 def test_unsupported_prompts_of_a_judge_are_reported_before_any_work() -> None:
-    check_prompts(("digits",), ["a handwritten seven in white chalk on a green board"])
+    check(load_recipe("digits"))
     with pytest.raises(Refused, match=r"evaluate\.judges: digits: .*a cat"):
-        check_prompts(("digits",), ["a cat"])
+        check(load_recipe("digits", {"evaluate.prompts.new.prompts": ["a cat"]}))
 
 
 def test_clip_score_is_a_hundredfold_cosine_and_never_negative() -> None:
