@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -178,6 +179,15 @@ def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:
     return VisionModel(folder, device)
 
 
+@contextmanager
+def _loading(words: str) -> Iterator[None]:
+    """Raise Refused with these words for what transformers raises of a folder."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise Refused(f"{words}: {one_line(error)}") from None
+
+
 class Clip:
     """A CLIPModel with its image processor and tokenizer, in float32 and inference mode.
 
@@ -195,14 +205,10 @@ class Clip:
 
         self._device = _device(device)
         self._setting = setting
-        try:
+        with _loading(f"{setting}: {folder} does not load as a CLIPModel"):
             model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
             self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(
-                f"{setting}: {folder} does not load as a CLIPModel: {one_line(error)}"
-            ) from None
         tokens = len(self._tokenizer)
         rows = model.config.text_config.vocab_size
         if not 256 < tokens <= rows:
@@ -247,13 +253,8 @@ class Clip:
         distinct = list(dict.fromkeys(prompts))
 
         def compute(batch: list[str]) -> Any:
-            inputs = self._tokenizer(
-                batch,
-                padding="max_length",
-                max_length=self._length,
-                truncation=True,
-                return_tensors="pt",
-            ).to(self._device)
+            padding = {"padding": "max_length", "max_length": self._length, "truncation": True}
+            inputs = self._tokenizer(batch, **padding, return_tensors="pt").to(self._device)
             return self._model.get_text_features(**inputs).pooler_output
 
         features = dict(zip(distinct, _in_batches(distinct, compute), strict=True))
@@ -291,14 +292,9 @@ class VisionModel:
         from transformers import AutoModel
 
         self._device = _device(device)
-        try:
+        with _loading(f"evaluate.image_encoder: {folder} does not load as a vision model"):
             model = AutoModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = _processor(folder)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(
-                f"evaluate.image_encoder: {folder} does not load as a vision model:"
-                f" {one_line(error)}"
-            ) from None
         self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
 
     def images(self, pictures: Iterable[Picture]) -> Float32:

@@ -7,7 +7,7 @@ models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from configs.settings.recipe import Recipe
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
 from runtimes.pipeline_folder.folder import Base
+from runtimes.process.job import GenerateJob
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import draw
 from tasks.evaluate.features import digest_image_encoder
@@ -104,26 +105,27 @@ def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
     recipe = inputs.recipe
     latents = inputs.latents
     settings = recipe.evaluate
-    has_holdout = open_latents(latents.uri).held_out > 0
-    return draw.SamplingSpec(
+    job = GenerateJob(
         runtime=recipe.runtime,
-        device=settings.device,
-        batch_size=settings.batch_size,
+        **inputs.base.job_fields,
+        drawings=(),
         prompts=tuple(all_prompts(prompt_sets(settings))),
-        sampler=draw.sampler_settings(settings, "dtype"),
-        latents=latents.uri if has_holdout else None,
-        latents_digest=latents.digest,
-        holdout={
+        sampler=draw.sampler_settings(settings, "batch_size"),
+        device=settings.device,
+        dtype=settings.dtype,
+        flash_attention=recipe.train.mindspore.flash_attention,
+        offload=settings.offload,
+    )
+    if open_latents(latents.uri).held_out > 0:
+        holdout = {
             "samples": settings.holdout_samples,
             "levels": LEVELS,
             "seed": settings.seed,
             **recipe.train.holdout_loss_inputs,
-        },
-        family_facts=inputs.base.family.key_facts,
-        text_dtype=recipe.encode.text_dtype if has_holdout else None,
-        flash_attention=recipe.train.mindspore.flash_attention,
-        offload=settings.offload,
-    )
+        }
+        text_dtype = recipe.encode.text_dtype
+        job = replace(job, latents=latents.uri, holdout=holdout, text_dtype=text_dtype)
+    return draw.SamplingSpec(job, latents.digest, inputs.base.family.key_facts)
 
 
 def _loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,15 @@ def open_judges(
         if not isinstance(judge, PreferenceModel):
             judges |= JUDGES[judge].judges
         elif judge.name in models:
-            judges[judge.name] = preference_judge(judge.name, models[judge.name], device, prompts)
+            clip = Clip(models[judge.name], device, f"evaluate.judges.{judge.name}")
+            clip.tell_cut_prompts(prompts)
+            judges[judge.name] = partial(_preference, clip)
     return judges
 
 
-def preference_judge(name: str, folder: Path, device: str, prompts: Sequence[str]) -> Judge:
-    """A CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
-    clip = Clip(folder, device, f"evaluate.judges.{name}")
-    clip.tell_cut_prompts(prompts)
-
-    def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
-        return preference_scores(clip.images(images), clip.texts(prompts), clip.logit_scale)
-
-    return judge
+def _preference(clip: Clip, images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+    """The judgement of a CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
+    return preference_scores(clip.images(images), clip.texts(prompts), clip.logit_scale)
 
 
 def judge_pictures(

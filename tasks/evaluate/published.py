@@ -29,6 +29,7 @@ from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
 from tasks import stage
+from tasks.evaluate import draw
 from tasks.evaluate.distances import Estimates, from_npz
 from tasks.evaluate.draw import EvalModel, RunJob, digest_eval_model, digest_pipeline
 from tasks.evaluate.inputs import EvalInputs, fingerprint, same_loss, sampling_spec
@@ -211,8 +212,9 @@ class ChampionEvaluation(Measurement):
         """
         spec = sampling_spec(self.data)
         if not same_loss(self.data, self.model):
-            spec = replace(spec, latents=None)  # the model may not even accept our latents
-        (shard,) = self.draw([self.model], spec, draft, progress)
+            # The model may not even accept our latents.
+            spec = replace(spec, job=replace(spec.job, latents=None, holdout={}))
+        (shard,) = draw.draw([self.model], spec, draft, self.run, progress)
         suite = MetricSuite.of(self.data, draft.store, progress)
         metrics = suite.measure(draft.store, shard, "champion", progress).metrics
         finite = {name: metric for name, metric in metrics.items() if np.isfinite(metric.value)}

@@ -23,7 +23,7 @@ from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import draw, measure, metrics
 from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
-from tasks.evaluate.draw import STAGE, EvalModel, RunJob, SamplingSpec, compare_pictures
+from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
 from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
 from tasks.evaluate.judges import JUDGES, judge_names
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
@@ -109,14 +109,6 @@ class Measurement(Stage):
         """The reference data."""
         return {"images": self.data.images, "latents": self.data.latents}
 
-    def draw(
-        self, models: Sequence[EvalModel], spec: SamplingSpec, draft: Draft, progress: Progress
-    ) -> list[Shard]:
-        """The shard of each model's pictures; the models sample where the store has none."""
-        with draw.scratch(draft) as folder:
-            on_event = draw.progress_callback(progress)
-            return draw.draw(models, spec, draft.store, folder, self.run, on_event)
-
     def write(
         self,
         draft: Draft,
@@ -165,16 +157,16 @@ class EvaluateStage(Measurement):
         data = self.data
         spec = sampling_spec(data)
         store = draft.store
-        if spec.latents is None:
+        if spec.job.latents is None:
             log.warning(
                 "evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances"
             )
-        cuts = tell_cut_prompts(STAGE, data.base, spec.prompts)
+        cuts = tell_cut_prompts(STAGE, data.base, spec.job.prompts)
         with local_weights(self.trained) as weights:
             models = [data.model(), data.model(self.trained, weights)]
-            shards = self.draw(models, spec, draft, progress)
+            shards = draw.draw(models, spec, draft, self.run, progress)
         drawn = dict(zip(MODELS, shards, strict=True))
-        log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
+        log.info("evaluate: measuring %d pictures per model", len(spec.job.prompts))
         suite = measure.MetricSuite.of(data, store, progress)
         base, tuned = (
             suite.measure(store, shard, name, progress)

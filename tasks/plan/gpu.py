@@ -264,12 +264,8 @@ def advise(planner: Planner, usable: int) -> list[Advice]:
     recipe = planner.recipe
     train = recipe.train
     smaller, sampling = _smaller_sampling(planner, usable)
-    changes = [
-        change
-        for change in CHANGES
-        if _applies(change[0], recipe.runtime, train)
-        and planner.permits(with_train(train, change[0]))
-    ]
+    changes = [change for change in CHANGES if _applies(change[0], recipe.runtime, train)]
+    changes = [c for c in changes if planner.permits(with_train(train, c[0]))]
     cheap = [change for change in changes if "method" not in change[0]]
     before = executed_flops(planner.step(train))
     suggestions: list[Advice] = []
@@ -386,25 +382,6 @@ class GpuPlan(TrainingPlan):
     @property
     def chips(self) -> int:
         return self.recipe.train.processes
-
-    @property
-    def record(self) -> RecipeMemory:
-        """What a stored plan keeps; it does not depend on the GPU."""
-        peaks = self.peaks
-        train = self.recipe.train
-        return RecipeMemory(
-            recipe=self.recipe.name,
-            settings=digest_settings(self.recipe),
-            training=peaks.training,
-            samples=peaks.samples,
-            sampling=peaks.sampling,
-            checkpoint=peaks.checkpoint,
-            parameters=self.step.parameters,
-            checkpoint_bytes=self.checkpoint_bytes,
-            flops_per_image=executed_flops(self.step),
-            images=None if self.steps is None else self.steps * train.global_batch_size,
-            product_dtype=train.product_dtype,
-        )
 
     @property
     def checkpoint_bytes(self) -> int:

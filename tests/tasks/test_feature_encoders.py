@@ -42,6 +42,7 @@ from transformers import (
 
 from artifacts.models import digest_model
 from configs.errors import Refused
+from configs.load_recipe import load_recipe
 from configs.settings.evaluate import PreferenceModel
 from demo import captions, dataset
 from demo.captions import NEW_STYLE, style_index
@@ -415,12 +416,12 @@ def test_the_image_processor_of_a_clip_gives_pictures_of_its_size(
 ) -> None:
     folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
     _change(folder / "preprocessor_config.json", changes)
-    for check in (check_clip, check_image_encoder):
+    for check_model in (check_clip, check_image_encoder):
         if words is None:
-            check(folder)
+            check_model(folder)
             continue
         with pytest.raises(Refused, match=words):
-            check(folder)
+            check_model(folder)
 
 
 def test_weights_of_an_evaluator_that_are_cut_or_missing_are_found_before_any_work(
