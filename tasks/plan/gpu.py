@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -35,7 +35,7 @@ from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, a
 from runtimes.sample.initial_noise import image_size
 from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec
 from tasks.evaluate.metrics import sample_prompts
-from tasks.plan.plan import TrainingPlan, cache_key, checkpoint_bytes, load_or_compute
+from tasks.plan.plan import Say, TrainingPlan, cache_key, checkpoint_bytes, load_or_compute
 from tasks.progress import gib
 
 #: Increment when the recorded step or the meaning of its bytes changes.
@@ -68,13 +68,9 @@ class Peaks:
 
 
 class Planner:
-    """Computes and keeps the memory of the steps that variants of a recipe need.
+    """Computes and keeps the memory of the steps that variants of a recipe need."""
 
-    Args:
-        say: receives a message before each computation, which takes seconds to a minute.
-    """
-
-    def __init__(self, recipe: Recipe, base: Base, say: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, base: Base, say: Say) -> None:
         self.recipe = recipe
         self._base = base
         self._say = say
@@ -417,18 +413,12 @@ class GpuPlan(TrainingPlan):
 
 
 def plan_for(
-    recipe: Recipe,
-    gpu: Gpu,
-    base: Base,
-    say: Callable[[str], None] = log.info,
-    *,
-    search: bool = False,
+    recipe: Recipe, gpu: Gpu, base: Base, say: Say = log.info, *, search: bool = False
 ) -> GpuPlan:
     """Plan a recipe's training on a GPU, by runtime torch.
 
     Args:
         base: opened; its configs are enough.
-        say: receives a message before each computation, which takes seconds to a minute.
         search: search for the largest micro-batch beyond the recipe's global batch size.
 
     Raises:

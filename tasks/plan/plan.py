@@ -29,6 +29,9 @@ from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
 from runtimes.process.questions import GpuStepRequest, TpuStepRequest
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
 
+#: Receives a message before each computation, which takes seconds to minutes.
+Say = Callable[[str], None]
+
 
 class TrainingPlan(ABC):
     """Duration, storage and cost of a recipe's training on some accelerators."""
