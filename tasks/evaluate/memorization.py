@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from configs.settings.evaluate import Memorization
 from tasks.evaluate.distances import Estimate, Resampling, normalise, share
+from tasks.evaluate.draw import INK, PAPER
 from tasks.evaluate.features import ReferenceFeatures
 from tasks.panels import picture_grid, to_png
 
@@ -22,8 +23,6 @@ BLOCK = 512  # samples per matrix product
 SIDE = 128
 GAP = 4
 LINE = 14  # of a picture in the strip of pairs, pixels
-INK = (40, 30, 25)
-PAPER = (250, 246, 240)
 
 
 @dataclass(frozen=True)
