@@ -120,7 +120,7 @@ class Stages:
         return self._artifact(TrainStage(self._recipe, self.latents(), self._base, None))
 
     def _artifact(self, stage: Any) -> Artifact:
-        from tasks.stage import build_or_reuse
+        from tasks.build_or_reuse import build_or_reuse
 
         build = partial(stage.build, progress=no_progress)
         result = build_or_reuse(self._store, stage.parts, build, parents={})

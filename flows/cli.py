@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import select
+import shlex
 import signal
 import sys
 from contextlib import suppress
@@ -21,24 +22,11 @@ import typer
 from typer.exceptions import TyperException
 
 from artifacts.errors import classify
+from configs import load_recipe as loading
 from configs.errors import Refused, UserError
-from configs.load_recipe import (
-    add_values,
-    dump,
-    json_schema,
-    load_recipe,
-    load_trials,
-    parse_override,
-    recipe_names,
-)
 from configs.secrets import one_line, redact_logs, redacted_errors
+from configs.settings import recipe as recipe_settings
 from configs.settings.generate import read_settings
-from configs.settings.recipe import (
-    Recipe,
-    StageName,
-    warnings_without_effect,
-    with_defaults_without_effect,
-)
 from flows.command_errors import error_as_json, import_prefect, usage_error
 from runtimes.detect_hardware import collect_garbage_rarely
 
@@ -52,22 +40,16 @@ commands = typer.Typer(rich_markup_mode=None)
 DEFAULT_STORE = "store"
 
 
-def _existing(store: str) -> str:
-    """Check that the store exists; the default one may be missing before the first run."""
-    if store != DEFAULT_STORE:
+def _existing(param: typer.CallbackParam, url: Any) -> Any:
+    """Check that a named store or registry exists: a mistyped registry would count as empty.
+
+    The default store may be missing before the first run.
+    """
+    if url != param.default:
         from flows.store_commands import check_store
 
-        check_store(store)
-    return store
-
-
-def _existing_registry(registry: str | None) -> str | None:
-    """Check that a named registry exists: a mistyped one would count as empty."""
-    if registry is not None:
-        from flows.store_commands import check_store
-
-        check_store(registry, "registry")
-    return registry
+        check_store(url, "registry" if param.name == "registry" else "store")
+    return url
 
 
 Store = Annotated[str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)]
@@ -81,7 +63,7 @@ Model = Annotated[
 ]
 RegistryUrl = Annotated[
     str | None,
-    typer.Option("--registry", help="Registry, if outside the store.", callback=_existing_registry),
+    typer.Option("--registry", help="Registry, if outside the store.", callback=_existing),
 ]
 
 
@@ -117,8 +99,7 @@ def show(
 
     Of a published model: its metrics beside those of the champion.
     """
-    from flows.model_commands import is_published, show_model
-    from flows.store_commands import show_artifact
+    from flows.store_commands import is_published, show_artifact, show_model
 
     url = _registry_of(store, registry)
     if is_published(url, what):
@@ -147,11 +128,11 @@ def verify(
 
     Exit code: 1 if any is damaged, 2 if a model is not as signed or nothing is there.
     """
-    from flows.model_commands import is_model, verify_model
-    from flows.store_commands import verify_store
+    from flows.store_commands import is_published, verify_model, verify_store
 
     url = _registry_of(store, registry)
-    if what is not None and (key is not None or is_model(url, what)):
+    is_model = what is not None and (is_published(url, what) or Path(what).is_dir())
+    if what is not None and (key is not None or is_model):
         whole = verify_model(url, what, key, as_json=as_json)
     elif key is not None:
         raise typer.BadParameter("--key needs a model or a folder")
@@ -169,7 +150,7 @@ def sign(
     registry: RegistryUrl = None,
 ) -> None:
     """Sign a published model with a local key; KILN_SIGNING_PASSWORD opens an encrypted one."""
-    from flows.model_commands import sign_model
+    from flows.store_commands import sign_model
 
     sign_model(_registry_of(store, registry), model, key)
 
@@ -188,7 +169,7 @@ def push(
 
     The token is that of HF_TOKEN or `hf auth login`.
     """
-    from flows.model_commands import push_model
+    from flows.store_commands import push_model
 
     push_model(_registry_of(store, registry), model, repo, private=not public)
 
@@ -198,7 +179,7 @@ def history(
     name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None, as_json: AsJson = False
 ) -> None:
     """List every change of a model's champion."""
-    from flows.model_commands import show_history
+    from flows.store_commands import show_history
 
     show_history(_registry_of(store, registry), name, as_json=as_json)
 
@@ -271,7 +252,7 @@ Overrides = Annotated[list[str] | None, _overrides("train.steps=100")]
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from tasks.stage import version
+        from tasks.code_version import version
 
         print(f"kiln {version()}")
         raise typer.Exit
@@ -293,30 +274,41 @@ def _options(
 
 
 def _parsed(override: list[str] | None) -> dict[str, Any]:
-    return dict(parse_override(text) for text in override or [])
+    return dict(loading.parse_override(text) for text in override or [])
 
 
-def _checked(recipe: str, override: list[str] | None, *, as_json: bool) -> dict[str, Any]:
-    """The overrides of a valid recipe; wrong input is reported before slow imports and servers."""
-    with error_as_json(as_json):
-        overrides = _parsed(override)
-        load_recipe(recipe, overrides)
-    return overrides
-
-
-def _loaded(recipe: str, override: list[str] | None) -> Recipe:
+def _loaded(recipe: str, override: list[str] | None) -> recipe_settings.Recipe:
     """A valid recipe, of a command that runs no flow; stderr names its settings without effect."""
-    loaded = load_recipe(recipe, _parsed(override))
-    for line in warnings_without_effect(loaded):
+    loaded = loading.load_recipe(recipe, _parsed(override))
+    for line in recipe_settings.warnings_without_effect(loaded):
         print(f"warning: {line}", file=sys.stderr)
     return loaded
 
 
-def _run(flow: Literal["finetune", "retrain", "sweep"], **arguments: Any) -> None:
-    """Run a flow; a rejected model is an exit code."""
-    from flows import run_command
+def _run(
+    flow: Literal["finetune", "retrain", "sweep"],
+    recipe: str,
+    override: list[str] | None,
+    values: list[str] | None = None,
+    *,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run a flow; a rejected model is an exit code.
 
-    if run_command.run(flow, **arguments)["status"] == "rejected":
+    Wrong input is reported before slow imports and servers.
+    """
+    with error_as_json(as_json):
+        overrides = _parsed(override)
+        if flow == "sweep":
+            overrides = loading.add_values(overrides, values or ())
+            loading.load_trials(recipe, overrides)
+        else:
+            loading.load_recipe(recipe, overrides)
+    from flows.run_in_terminal import run
+
+    report = run(flow, recipe=recipe, overrides=overrides, as_json=as_json, **options)
+    if report["status"] == "rejected":
         raise typer.Exit(REJECTED)
 
 
@@ -324,7 +316,9 @@ def _run(flow: Literal["finetune", "retrain", "sweep"], **arguments: Any) -> Non
 def run(
     recipe: RecipeArgument,
     override: Overrides = None,
-    until: Annotated[StageName, typer.Option("--until", help="The last stage to run.")] = "publish",
+    until: Annotated[
+        recipe_settings.StageName, typer.Option("--until", help="The last stage to run.")
+    ] = "publish",
     retry_failed: Annotated[
         bool,
         typer.Option("--retry-failed", help="Fetch rows with transient failures again (timeout)."),
@@ -340,16 +334,8 @@ def run(
     Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 2 wrong
     input (nothing was started), 1 failed.
     """
-    overrides = _checked(recipe, override, as_json=as_json)
-    _run(
-        "finetune",
-        recipe=recipe,
-        overrides=overrides,
-        until=until,
-        retry_failed=retry_failed,
-        force=force,
-        as_json=as_json,
-    )
+    options: dict[str, Any] = {"until": until, "retry_failed": retry_failed, "force": force}
+    _run("finetune", recipe, override, as_json=as_json, **options)
 
 
 @app.command()
@@ -361,8 +347,7 @@ def retrain(
     Exit code: 0 published or unchanged, 3 rejected by the gate, 2 wrong input (nothing was
     started), 1 failed.
     """
-    overrides = _checked(recipe, override, as_json=as_json)
-    _run("retrain", recipe=recipe, overrides=overrides, as_json=as_json)
+    _run("retrain", recipe, override, as_json=as_json)
 
 
 @app.command()
@@ -383,10 +368,7 @@ def sweep(
 
     --set adds to the recipe's `sweep.values`. Exit codes are those of `kiln run`.
     """
-    with error_as_json(as_json):  # report wrong input before slow imports and servers
-        overrides = add_values(_parsed(override), values or ())
-        load_trials(recipe, overrides)
-    _run("sweep", recipe=recipe, overrides=overrides, as_json=as_json)
+    _run("sweep", recipe, override, values, as_json=as_json)
 
 
 @app.command()
@@ -418,16 +400,11 @@ def generate(
         if not prompts and "file" not in settings:
             raise Refused("generate: it has no prompt: give one, or --from-file")
         read_settings(model, prompts, settings)
-    from flows import run_command
+    from flows import run_in_terminal
 
-    run_command.generate(
-        model=model,
-        prompts=prompts,
-        settings=settings,
-        out=out,
-        skip_grid=skip_grid,
-        skip_save=skip_save,
-        as_json=as_json,
+    skipped = {"skip_grid": skip_grid, "skip_save": skip_save}
+    run_in_terminal.generate(
+        model=model, prompts=prompts, settings=settings, out=out, as_json=as_json, **skipped
     )
 
 
@@ -460,7 +437,7 @@ def plan(
 
     Exit code: 0 it fits, 2 it does not; the message has the largest batch, or settings, that do.
     """
-    loaded = with_defaults_without_effect(_loaded(recipe, override))
+    loaded = recipe_settings.with_defaults_without_effect(_loaded(recipe, override))
     places = _once("--topology", topology), _once("--gpu", gpu)
     from flows.show_plan import show_plan
 
@@ -487,7 +464,7 @@ def place(
     ] = None,
 ) -> None:
     """Deploy stages to the work pools of a recipe's `place`; runs then send them there."""
-    loaded = load_recipe(recipe, _parsed(override))
+    loaded = loading.load_recipe(recipe, _parsed(override))
     import_prefect()
     from flows.work_pools import deploy_stages
 
@@ -506,12 +483,12 @@ def recipes(
     if schema and name is not None:
         raise typer.BadParameter("--schema is of all recipes: give no name")
     if schema:
-        print(json.dumps(json_schema(), indent=1))
+        print(json.dumps(loading.json_schema(), indent=1))
     elif name is not None:
-        print(dump(_loaded(name, override)), end="")
+        print(loading.dump(_loaded(name, override)), end="")
     else:
-        for known in recipe_names():
-            print(f"{known:16} {load_recipe(known).description}")
+        for known in loading.recipe_names():
+            print(f"{known:16} {loading.load_recipe(known).description}")
 
 
 @app.command()
@@ -526,7 +503,7 @@ def doctor(
 
     Neither pictures nor weights are fetched. Exit code: 0 ready, 1 a problem, 2 wrong input.
     """
-    checked = None if recipe is None else load_recipe(recipe, _parsed(override))
+    checked = None if recipe is None else loading.load_recipe(recipe, _parsed(override))
     if recipe is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
     import_prefect()
@@ -540,9 +517,13 @@ def doctor(
 @app.command()
 def tpu(recipe: RecipeArgument, override: Overrides = None) -> None:
     """Print the gcloud commands of a recipe's run on a slice; none is executed."""
-    from flows.store_commands import show_tpu
+    loaded = _loaded(recipe, override)
+    if loaded.tpu is None:
+        raise Refused(f"recipe {loaded.name}: no section `tpu` (see docs/tpu.md)")
+    from tasks.tpu import list_commands
 
-    show_tpu(_loaded(recipe, override))
+    for why, command in list_commands(loaded.tpu):
+        print(f"# {why}\n{shlex.join(command)}")
 
 
 def _open_closed_streams() -> None:

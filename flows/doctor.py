@@ -30,19 +30,19 @@ from configs.errors import Refused
 from configs.preflight import Check, Finding, collect, fine, note, problem
 from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe, RuntimeName
-from flows.checks import checks_of
-from flows.run_command import check_home, check_server, configured_server
+from flows.run import checks_of
+from flows.run_in_terminal import check_home, check_server, configured_server
 from runtimes import detect_hardware
 from runtimes.contract import Probe
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
+from tasks.code_version import package_versions
 from tasks.doors import Doors, devices_here, stages_without_pool
 from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, shipped_plans
 from tasks.progress import gib
 from tasks.publish.hub import check_login
-from tasks.stage import package_versions
 
 PYTHONS = ("3.11", "3.12")
 PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")
@@ -78,7 +78,11 @@ def packages(installed: dict[str, str]) -> Iterator[Finding]:
             yield problem(f"{name} is not installed", "run `make setup`")
     for name, (versions, why) in TRAPS.items():
         if name in installed and _is_within(installed[name], versions):
-            yield problem(f"{name} {installed[name]} {why}", _reinstall(name))
+            pip = f"{sys.executable} -m pip"
+            remedy = f"{pip} install --no-deps --requirement requirements/base.txt"
+            if name == "dataclasses":
+                remedy = f"{pip} uninstall --yes dataclasses"
+            yield problem(f"{name} {installed[name]} {why}", remedy)
 
 
 def _is_within(version: str, versions: str) -> bool:
@@ -86,13 +90,6 @@ def _is_within(version: str, versions: str) -> bool:
         return SpecifierSet(versions, prereleases=True).contains(version)
     except InvalidVersion:
         return False
-
-
-def _reinstall(name: str) -> str:
-    pip = f"{sys.executable} -m pip"
-    if name == "dataclasses":
-        return f"{pip} uninstall --yes dataclasses"
-    return f"{pip} install --no-deps --requirement requirements/base.txt"
 
 
 def nvidia_driver(
@@ -253,7 +250,10 @@ def _machine_checks(
     cuda = [device for device in probes["torch"].devices if device.startswith("cuda")]
 
     def nvidia() -> Iterator[Finding]:
-        wanted = recipe is not None and _asks_cuda(recipe)
+        wanted = False
+        if recipe is not None and recipe.runtime == "torch":
+            devices = devices_here(recipe, stages_without_pool(recipe.place)).values()
+            wanted = any(name.startswith("cuda") for name in devices)
         return nvidia_driver(cuda, installed.get("torch"), wanted=wanted)
 
     return [
@@ -288,11 +288,6 @@ def _trains_on_cpu(probe: Probe, recipe: Recipe | None) -> Iterator[Finding]:
 def _runtimes(probes: dict[str, Probe]) -> Iterator[Finding]:
     if not any(probe.available for probe in probes.values()):
         yield problem("no runtime can train here", "run `make setup`")
-
-
-def _asks_cuda(recipe: Recipe) -> bool:
-    devices = devices_here(recipe, stages_without_pool(recipe.place)).values()
-    return recipe.runtime == "torch" and any(name.startswith("cuda") for name in devices)
 
 
 def _server() -> tuple[str, list[Finding]]:

@@ -1,7 +1,11 @@
-"""The flow `finetune`: from a source of images to a published, evaluated model."""
+"""The flow `finetune`: from a source of images to a published, evaluated model.
+
+Automations react to the events of a model: published, or rejected by the gate.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,38 +14,43 @@ from typing import Any
 
 from prefect import flow, runtime, task
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.events import emit_event
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact
 from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
-from configs.secrets import redacted_errors
+from configs.secrets import redacted_errors, without_secrets
 from configs.settings.recipe import STAGES, StageName
-from flows import prefect_run
-from flows.checks import check_gate_rules, prepare
-from flows.run import Run
+from flows import logs_cancellation, task_limits
+from flows.run import Run, check_gate_rules, prepare
 from flows.send_stage import run_task
+from tasks.build_or_reuse import REPORT, StageResult, failing
 from tasks.download import DownloadStage
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate.stage import EvaluateStage, compared_metrics
 from tasks.progress import artifact_key, show_in_prefect
+from tasks.publish import stage as publication
 from tasks.publish.register import register, show_version
-from tasks.publish.stage import PublishStage, Rejected, VerdictStage, lineage_of, read_metrics
-from tasks.stage import StageResult, failing, storing
+from tasks.retrain.champion import check_rivals_held_out, check_start_is_champion
 from tasks.train import TrainStage, check_epochs
 
+log = logging.getLogger("kiln")
+PUBLISHED = "kiln.model.published"
+REJECTED = "kiln.model.rejected"
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
     stage.name: stage.show
-    for stage in (DownloadStage, EncodeStage, TrainStage, EvaluateStage, PublishStage)
+    for stage in (DownloadStage, EncodeStage, TrainStage, EvaluateStage, publication.PublishStage)
 }
 
 #: Reports of the flows that this process has ended: Prefect's server may be away then.
 reports: list[dict[str, Any]] = []
 
 
-@task(**prefect_run.stage_task("download"))
+@task(**task_limits.stage_task("download"))
 @redacted_errors()
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
@@ -50,7 +59,7 @@ def download(run: Run) -> StageResult:
     return run.ended(run.build(stage, [plan.artifact]), stage.show)
 
 
-@task(**prefect_run.stage_task("encode"))
+@task(**task_limits.stage_task("encode"))
 @redacted_errors()
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
@@ -58,7 +67,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
     return run.ended(run.build(stage, [images]), stage.show)
 
 
-@task(**prefect_run.stage_task("train"))
+@task(**task_limits.stage_task("train"))
 @redacted_errors()
 def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a retry resumes from the newest checkpoint."""
@@ -68,11 +77,14 @@ def train(run: Run, latents: StageResult) -> StageResult:
         opened = open_latents(encoded.uri)
         check_gate_rules(run.recipe, opened)
         check_epochs(run.recipe.train, opened.training)
-        run.check_rivals(stage)
+        is_judged = publication.STAGE in run.stages and run.force is None
+        # A retraining has checked it before its download. Weights that are there may be published.
+        if is_judged and run.champion is None and run.store.find("train", stage.parts.key) is None:
+            check_rivals_held_out(run.recipe, run.store, encoded)
     return run.ended(run.build(stage, [latents]), stage.show)
 
 
-@task(**prefect_run.stage_task("evaluate"))
+@task(**task_limits.stage_task("evaluate"))
 @redacted_errors()
 def evaluate(
     run: Run, images: StageResult, latents: StageResult, trained: StageResult
@@ -104,7 +116,7 @@ def _measure_champion(
         raise Away(f"another model became the champion meanwhile: {error}") from error
 
 
-@task(**prefect_run.stage_task("publish"))
+@task(**task_limits.stage_task("publish"))
 @redacted_errors()
 def publish(
     run: Run,
@@ -114,34 +126,73 @@ def publish(
     evaluated: StageResult,
 ) -> StageResult:
     """Publish the model if it passes the gate; a new version becomes the champion."""
-    run.check_start(trained.digest)
+    if run.start is not None:
+        check_start_is_champion(publication.registry_of(run.recipe), run.start, trained.digest)
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (result.load(run.store) for result in before)
     metrics = run.champion_metrics(run.eval_inputs(pictures, encoded), measured, before[:3])
-    lineage = lineage_of(pictures, encoded, tuned, measured)
-    stage = PublishStage(run.recipe, run.base, tuned, measured, run.force, lineage, metrics)
+    lineage = publication.lineage_of(pictures, encoded, tuned, measured)
+    stage = publication.PublishStage(
+        run.recipe, run.base, tuned, measured, run.force, lineage, metrics
+    )
     try:
         result = run.build(stage)
-    except Rejected as rejection:
-        return prefect_run.rejected(
-            run.model_name, run.build(VerdictStage(stage, rejection)), rejection
-        )
-    with failing(stage.name), storing(run.store):
-        compared = compared_metrics(read_metrics(result.load(run.store)))
+    except publication.Rejected as rejection:
+        return _rejected(run, stage, rejection)
     registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, run.start)
     if registered.pop("promoted"):  # not again for a model that is reused
-        prefect_run.emit_published(
-            run.model_name, registered["model"], evaluated.facts.get("metrics", {})
-        )
+        emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
     version = partial(show_version, run.model_name, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
-    return run.ended(replace(result, facts=registered | compared), stage.show)
+    return run.ended(replace(result, facts=registered), stage.show)
 
 
-@flow(name="finetune", flow_run_name=prefect_run.run_name("finetune {recipe}"))
+def _rejected(run: Run, model: publication.PublishStage, rejection: publication.Rejected) -> Any:
+    """Record the verdict with every number; the task's final state is completed, not failed."""
+    verdict = run.build(publication.VerdictStage(model, rejection))
+    log.warning("%s", rejection)
+    show = publication.VerdictStage.show
+    run.show(model.name, "publish: rejected by the gate", lambda: show(verdict.load(run.store)))
+    verdicts = rejection.as_json()
+    emit_rejected(run.model_name, str(rejection), verdicts)
+    facts = {"gate": verdicts, "verdict": {"key": verdict.key, "uri": verdict.uri}}
+    facts |= compared_metrics(rejection.measured)
+    result = replace(verdict, stage=model.name, outcome="rejected", facts=facts)
+    return Completed(name="Rejected", message=str(rejection), data=result)
+
+
+def emit_published(model: str, url: str, metrics: dict[str, Any]) -> None:
+    """Emit `kiln.model.published`: a new version has become the champion.
+
+    The payload has the version, the model's URL, its report's URL and its metrics.
+    """
+    url = without_secrets(url)
+    version = url.rpartition("/")[2]
+    payload = {"version": version, "model": url, "report": f"{url}/{REPORT}", "metrics": metrics}
+    _emit(PUBLISHED, model, payload)
+
+
+def emit_rejected(model: str, message: str, verdicts: list[dict[str, Any]]) -> None:
+    """Emit `kiln.model.rejected`; the payload has the failed rules in words, and all verdicts."""
+    _emit(REJECTED, model, {"message": without_secrets(message), "gate": verdicts})
+
+
+def _emit(event: str, model: str, payload: dict[str, Any]) -> None:
+    """Emit an event of a run. A lost event is a warning: the model is published or measured."""
+    if FlowRunContext.get() is None:
+        return
+    resource = {"prefect.resource.id": f"kiln.model.{model}", "prefect.resource.name": model}
+    try:
+        if emit_event(event, resource=resource, payload=payload) is None:
+            log.warning("the server did not accept the event %s of %s", event, model)
+    except Exception as error:
+        log.warning("the event %s of %s is lost: %r", event, model, error)
+
+
+@flow(name="finetune", flow_run_name=task_limits.run_name("finetune {recipe}"))
 def finetune(
-    recipe: prefect_run.RecipeName = "digits",
-    overrides: prefect_run.Overrides = prefect_run.NO_OVERRIDES,
+    recipe: task_limits.RecipeName = "digits",
+    overrides: task_limits.Overrides = task_limits.NO_OVERRIDES,
     until: StageName = "publish",
     retry_failed: bool = False,
     force: str | None = None,
@@ -159,10 +210,10 @@ def finetune(
     model adds the `champion` and its last move, a rejected model the verdicts of the `gate` and the
     artifact `verdict` with every number.
     """
-    prefect_run.prepare_process()
+    logs_cancellation.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        checked = load_recipe(recipe, prefect_run.revealed(overrides))
+        checked = load_recipe(recipe, task_limits.revealed(overrides))
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
     states = list(islice(stages_of(run), 1 + STAGES.index(until)))
     return final_state(report_of([state.result() for state in states]), states[-1])
@@ -170,13 +221,11 @@ def finetune(
 
 def stages_of(run: Run) -> Iterator[Any]:
     """The final state of each stage, in order."""
-    place = run.recipe.place
-    run_argument = prefect_run.without_edges(run)
-    yield (images := run_task(download, place, run_argument))
-    yield (latents := run_task(encode, place, run_argument, images))
-    yield (trained := run_task(train, place, run_argument, latents))
-    yield (evaluated := run_task(evaluate, place, run_argument, images, latents, trained))
-    yield run_task(publish, place, run_argument, images, latents, trained, evaluated)
+    yield (images := run_task(download, run))
+    yield (latents := run_task(encode, run, images))
+    yield (trained := run_task(train, run, latents))
+    yield (evaluated := run_task(evaluate, run, images, latents, trained))
+    yield run_task(publish, run, images, latents, trained, evaluated)
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:
@@ -195,7 +244,7 @@ def report_of(results: Sequence[StageResult]) -> dict[str, Any]:
     """The report of a run, from the result of each stage, in order."""
     last = results[-1]
     status = "built"
-    if last.stage == PublishStage.name:
+    if last.stage == publication.STAGE:
         status = "rejected" if last.outcome == "rejected" else "published"
     shown = ("key", "uri", "outcome", "seconds")
     stages = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,15 +16,14 @@ from artifacts.errors import retrying
 from artifacts.gc import record_registry
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
-from artifacts.store import Artifact
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
-from flows import prefect_run
-from flows.checks import check_gate_rules, prepare
+from flows import logs_cancellation, task_limits
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.run import Retraining, Run
+from flows.run import Run, check_gate_rules, prepare
 from flows.send_stage import run_task
 from tasks import download as download_stage
+from tasks.build_or_reuse import StageResult, failing
 from tasks.progress import artifact_key, show_in_prefect
 from tasks.publish.registry import Registry
 from tasks.publish.stage import VerdictStage, registry_of
@@ -38,7 +37,6 @@ from tasks.retrain.decision import (
     verdict_of,
 )
 from tasks.retrain.selection import Changes, SelectionStage, new_samples, plan_changes
-from tasks.stage import StageResult, failing
 
 log = logging.getLogger("kiln")
 LOCK = "retrain-lock.json"  # in the model's folder of the registry
@@ -52,7 +50,7 @@ class Compared(NamedTuple):
     unchanged: str | None
 
 
-@task(**prefect_run.stage_task("compare"))
+@task(**task_limits.stage_task("compare"))
 @redacted_errors()
 def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
@@ -64,8 +62,7 @@ def compare(run: Run) -> Compared:
         plan = download_stage.plan(run.recipe, run.begin)
         _, changes = plan_changes(run.recipe.download, run.store, champion, plan)
         decision = DecisionStage(run.recipe, changes, champion, run.model_digests())
-        if champion is None or changes.new_rows >= run.recipe.retrain.min_new_rows:
-            # Before it is looked for: `kiln gc` keeps what recent runs need.
+        if decision.too_few_rows is None:  # before it is looked for: `kiln gc` keeps what runs need
             run.begin(decision.parts)
         why = decision.why_unchanged(run.store)
         if why is not None:
@@ -79,11 +76,12 @@ def compare(run: Run) -> Compared:
     return Compared(champion, changes, why)
 
 
-@task(**prefect_run.stage_task("train"))
+@task(**task_limits.stage_task("train"))
 @redacted_errors()
-def continue_from_champion(run: Retraining, latents: StageResult) -> StageResult:
+def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
     """Train from the champion's weights, on the new samples and a replay of the old samples."""
     champion = run.champion
+    assert champion is not None
     encoded = latents.load(run.store)
     old = champion.load(run.store, "encode", champion.latents)
     with failing("train"):
@@ -97,24 +95,24 @@ def continue_from_champion(run: Retraining, latents: StageResult) -> StageResult
     return run.ended(run.build(stage, [latents]), stage.show)
 
 
-@task(**prefect_run.stage_task("conclude"))
+@task(**task_limits.stage_task("conclude"))
 @redacted_errors()
-def conclude(run: Run, champion: Champion | None, changes: Changes, report: dict[str, Any]) -> None:
+def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> None:
     """Record the decision, with the evaluation and the verdict as its parents."""
-    evidence: dict[str, Artifact | None] = {}
-    if "evaluate" in report["stages"]:
-        evaluated = run.store.load("evaluate", report["stages"]["evaluate"]["key"])
-        evidence["evaluation"] = evaluated
-    evidence[VerdictStage.name] = verdict_of(run.store, report)
+    evaluated = report["stages"].get("evaluate")
+    evidence = {
+        "evaluation": evaluated and run.store.load("evaluate", evaluated["key"]),
+        VerdictStage.name: verdict_of(run.store, report),
+    }
     there = {name: artifact for name, artifact in evidence.items() if artifact is not None}
     models = run.model_digests()
-    run.build(DecisionStage(run.recipe, changes, champion, models, report, there))
+    run.build(DecisionStage(run.recipe, changes, run.champion, models, report, there))
 
 
-@flow(name="retrain", flow_run_name=prefect_run.run_name("retrain {recipe}"))
+@flow(name="retrain", flow_run_name=task_limits.run_name("retrain {recipe}"))
 def retrain(
-    recipe: prefect_run.RecipeName = "digits",
-    overrides: prefect_run.Overrides = prefect_run.NO_OVERRIDES,
+    recipe: task_limits.RecipeName = "digits",
+    overrides: task_limits.Overrides = task_limits.NO_OVERRIDES,
 ) -> Any:
     """Train on new rows of the source, from the champion; the gate decides on the promotion.
 
@@ -126,39 +124,37 @@ def retrain(
     unchanged), `why` of an unchanged model, `changes` of the source, `start` (the champion), and
     what `finetune` reports.
     """
-    prefect_run.prepare_process()
+    logs_cancellation.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        checked = load_recipe(recipe, prefect_run.revealed(overrides))
+        checked = load_recipe(recipe, task_limits.revealed(overrides))
         run = prepare(checked, run_id=run_id)
         with one_at_a_time(registry_of(run.recipe)):
             return _retrain(run)
 
 
 def _retrain(run: Run) -> Any:
-    champion, changes, unchanged = run_task(compare, run.recipe.place, run)
-    run = run.from_champion(champion)
+    champion, changes, unchanged = run_task(compare, run)
+    run = replace(run, champion=champion)
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
-        return _unchanged(run, champion, changes, unchanged, facts)
-    run_argument = prefect_run.without_edges(run)
-    images = run_task(download, run.recipe.place, run_argument)
-    latents = run_task(encode, run.recipe.place, run_argument, images)
+        return _unchanged(run, changes, unchanged, facts)
+    images = run_task(download, run)
+    latents = run_task(encode, run, images)
     if champion is not None and not _has_new_samples(run, champion, latents.result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
-        return _unchanged(run, champion, changes, why, facts)
-    trained = run_task(training_task(run), run.recipe.place, run_argument, latents)
-    evaluated = run_task(evaluate, run.recipe.place, run_argument, images, latents, trained)
-    results = (images, latents, trained, evaluated)
-    published = run_task(publish, run.recipe.place, run_argument, *results)
-    states: list[Any] = [*results, published]
+        return _unchanged(run, changes, why, facts)
+    trained = run_task(training_task(run), run, latents)
+    evaluated = run_task(evaluate, run, images, latents, trained)
+    published = run_task(publish, run, images, latents, trained, evaluated)
+    states: list[Any] = [images, latents, trained, evaluated, published]
     report = report_of([state.result() for state in states]) | facts
     try:
-        run_task(conclude, run.recipe.place, run, champion, changes, report)
+        run_task(conclude, run, changes, report)
     except Exception as error:  # the model is published, or measured and rejected: that stands
         again = "the decision is not recorded: an equal retraining may run again"
         log.warning("retrain: %s: %s", again, one_line(error))
-    _show(run, champion, changes, report)
+    _show(run, changes, report)
     return final_state(report, states[-1])
 
 
@@ -175,23 +171,14 @@ def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool
     return retrying(count) > 0
 
 
-def _unchanged(
-    run: Run, champion: Champion | None, changes: Changes, why: str, facts: dict[str, Any]
-) -> Any:
-    report = {
-        "status": "unchanged",
-        "why": why,
-        "stages": {},
-        "model": None,
-        "metrics": {},
-        **facts,
-    }
-    _show(run, champion, changes, report)
+def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> Any:
+    report = {"status": "unchanged", "why": why, "stages": {}, "model": None, "metrics": {}} | facts
+    _show(run, changes, report)
     return Completed(name="Unchanged", message=why, data=report)
 
 
-def _show(run: Run, champion: Champion | None, changes: Changes, report: dict[str, Any]) -> None:
-    panels = partial(show_retraining, run.model_name, run.store, champion, changes, report)
+def _show(run: Run, changes: Changes, report: dict[str, Any]) -> None:
+    panels = partial(show_retraining, run.model_name, run.store, run.champion, changes, report)
     key = artifact_key(run.model_name, DecisionStage.name)
     show_in_prefect(key, f"{run.model_name}: {report['status']}", panels)
 

@@ -1,122 +1,131 @@
 """A run of a checked recipe: what its stages are built from, and where.
 
-A run builds its stages, or one stage that another run waits for. A retraining starts from a
-champion.
+`prepare` passes the doors with a recipe (tasks/doors.py) and asks Prefect's server for work pools.
+Before a server is started, what asks other machines is left out; `kiln doctor RECIPE` lists what
+all doors find. A run builds its stages, or one stage that another run waits for; a retraining
+starts from a champion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from artifacts.gc import record_run
+from artifacts.latent_shards import Latents
 from artifacts.store import Artifact, KeyParts, Store
-from configs.errors import Failed
+from configs.errors import Failed, Refused
 from configs.load_recipe import dump
+from configs.preflight import Check, enter
 from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
-from flows.prefect_run import Builder
-from flows.send_stage import send_stage
+from flows.run_in_terminal import configured_server, lasting_server
+from flows.send_stage import check_deployments, send_stage
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
+from tasks.build_or_reuse import Builder, StageResult, storing
+from tasks.doors import Doors
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
+from tasks.evaluate.metrics import metric_names
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.plan.disk import check_disk
 from tasks.progress import Progress
 from tasks.publish import stage as publish
+from tasks.publish.promotion_gate import check_rules
 from tasks.publish.registry import Version
-from tasks.retrain.champion import Champion, check_rivals_held_out, check_start_is_champion
+from tasks.retrain.champion import Champion
 from tasks.retrain.selection import plan_changes
-from tasks.stage import StageResult, storing
 
 
-class Whole:
-    """The scope of a run that builds all of its stages, each here or on its work pool."""
+def prepare(
+    recipe: Recipe,
+    *,
+    until: StageName = "publish",
+    only: PlacedStage | None = None,
+    run_id: str | None = None,
+    retry_failed: bool = False,
+    force: str | None = None,
+) -> Run:
+    """Pass the doors with a recipe; a stage with a work pool is checked on its worker.
 
-    def plan(self, run: Run) -> download.DownloadPlan:
-        """The shards of the source. The run records that it needs the plan before it looks."""
-        return download.plan(run.recipe, run.begin)
+    Args:
+        only: the single stage that this run builds; default: all up to `until`.
 
-    def measures_champion(self, run: Run, model: publish.PublishStage) -> bool:
-        """Whether a champion is measured with the model, which will be published."""
-        is_due = publish.STAGE in run.stages
-        return is_due and run.store.find(publish.STAGE, model.parts.key) is None
-
-    def send(
-        self,
-        run: Run,
-        parts: KeyParts,
-        progress: Progress,
-        before: Sequence[StageResult | Artifact],
-    ) -> Callable[[], str] | None:
-        """A call that lets the stage's work pool build it; None for a stage that is built here."""
-        pools = run.recipe.place.pools()
-        stage = next((placed for placed in PLACED_STAGES if placed == progress.stage), None)
-        if stage is None or stage not in pools:
-            return None
-        parameters = {
-            "stage": stage,
-            "settings": settings_to_send(run.recipe),
-            "key": parts.key,
-            "before": {result.stage: result.key for result in before},
-            # At a later stage the download exists: it must not be tried once more.
-            "retry_run": run.retry_run if stage == "download" else None,
-            "champion": run.start,
-        }
-        about = (pools[stage], run.model_name, run.store, stage)
-        return partial(send_stage, *about, parameters, progress)
+    Raises:
+        Refused: the recipe cannot run here.
+        Away: a place or a model does not answer now.
+    """
+    stages = stages_until(until) if only is None else (only,)
+    doors = Doors(recipe, stages)
+    enter(checks_of(doors, force))
+    run_id = run_id or str(uuid.uuid4())
+    return Run(
+        *(doors.recipe, Store(recipe.store), doors.opened.base, doors.opened.measuring, run_id),
+        retry_run=run_id if retry_failed else None,
+        force=force,
+        stages=stages,
+    )
 
 
-WHOLE = Whole()
+def enter_before_server(
+    recipe: Recipe, until: StageName = "publish", force: str | None = None
+) -> None:
+    """Pass the doors as far as no other machine is asked, and no model fetched."""
+    enter(checks_of(Doors(recipe, stages_until(until), fetch=False), force), remote=False)
+
+
+def stages_until(last: StageName) -> Sequence[StageName]:
+    """The stages up to the last one that a run builds."""
+    return STAGES[: 1 + STAGES.index(last)]
+
+
+def checks_of(doors: Doors, force: str | None = None) -> Iterator[Check]:
+    """The checks of all doors, in order.
+
+    Args:
+        force: the reason to publish a model that fails the gate.
+    """
+    if force is not None and not force.strip():
+        raise Refused("force: give a reason: the model card and the history name it")
+    yield from doors.settings()
+    is_sent = len(doors.here) < len(doors.built)
+    if is_sent:
+        yield Check("server", _need_lasting_server)
+    yield from doors.places()
+    if is_sent:
+        yield Check("deployments", partial(_deployments, doors), remote=True)
+    yield from doors.machine()
+    yield from doors.models()
+
+
+def _need_lasting_server() -> None:
+    lasting_server("place: work pools need", ", or leave `place` out: all stages then run here")
+
+
+def _deployments(doors: Doors) -> None:
+    if configured_server() is not None:  # otherwise Prefect would start one for the question
+        check_deployments(doors.recipe.place, doors.built)
+
+
+def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
+    """Raise Refused for rules on metrics that these latents do not support."""
+    count = latents.held_out
+    share = f"encode.holdout {recipe.encode.holdout:g}"
+    hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"
+    known = metric_names(recipe, held_out=count)
+    check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
 
 
 @dataclass(frozen=True)
-class Sent(Whole):
-    """The scope of a run that builds a stage for another run, on another machine."""
+class Sent:
+    """The one stage that a run builds for another run, on another machine."""
 
     stage: PlacedStage
     key: str  # of its artifact
     before: Mapping[str, str]  # stage -> key of the artifacts that it is built from
-
-    def results_before(self, run: Run) -> list[StageResult]:
-        """The results that the stage is built from, in the order of the stages.
-
-        The run records that it needs them before it looks for them. Raises Failed if a result was
-        deleted.
-        """
-        keys = {stage: [key] for stage, key in self.before.items()}
-        with storing(run.store):
-            record_run(run.store, run.id, {**run.facts, "stages": keys})
-        stages = sorted(self.before, key=("plan", *STAGES).index)
-        return [StageResult.of_reused(run.store, stage, self.before[stage]) for stage in stages]
-
-    def plan(self, run: Run) -> download.DownloadPlan:
-        """The plan of the sender: the source may have grown since."""
-        (plan,) = self.results_before(run)
-        return download.planned(run.recipe, plan.load(run.store), run.begin)
-
-    def measures_champion(self, run: Run, model: publish.PublishStage) -> bool:
-        """Whether the run was sent for that alone: the evaluation of the model is there."""
-        return self.key != model.evaluated.key
-
-    def send(
-        self,
-        run: Run,
-        parts: KeyParts,
-        progress: Progress,
-        before: Sequence[StageResult | Artifact],
-    ) -> Callable[[], str] | None:
-        """None, or a call that raises; None if the artifact is the expected one."""
-        return None if parts.key == self.key else partial(self._fail, parts)
-
-    def _fail(self, parts: KeyParts) -> NoReturn:
-        raise Failed(
-            f"{self.stage}: the sender expects {self.key[:12]}, this run would build "
-            f"{parts.key[:12]}: the models or the version of Kilnworks differ between sender and "
-            "worker, or what the sender had built was deleted: run again"
-        )
 
 
 @dataclass(frozen=True)
@@ -131,8 +140,9 @@ class Run(Builder):
     retry_run: str | None = None  # the run that fetches rows with transient failures again
     force: str | None = None  # the reason to publish a model that fails the gate
     stages: Sequence[StageName] = STAGES  # those that it builds
-    scope: Whole = WHOLE
+    sent: Sent | None = None  # None: it builds all of them, each here or on its work pool
     trials: Sequence[Recipe] = ()  # the trials of a sweep, which differ in `train` alone
+    champion: Champion | None = None  # that a retraining starts from
 
     @property
     def model_name(self) -> str:
@@ -147,26 +157,61 @@ class Run(Builder):
     @property
     def start(self) -> str | None:
         """Version of the champion that a retraining starts from."""
-        return None
+        return None if self.champion is None else self.champion.version
 
     @property
     def continues(self) -> bool:
         """Whether training continues from the weights of a champion."""
-        return False
-
-    def from_champion(self, champion: Champion | None) -> Run:
-        """The retraining from a champion; without a champion, a first training."""
-        return self if champion is None else Retraining(**vars(self), champion=champion)
+        return self.champion is not None and self.recipe.retrain.start == "champion"
 
     def send(
         self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
     ) -> Callable[[], str] | None:
-        """As `Builder.send`."""
-        return self.scope.send(self, parts, progress, before)
+        """As `Builder.send`; of a run that was sent, a call that fails if another key is built."""
+        if self.sent is not None:
+            return None if parts.key == self.sent.key else partial(_fail, self.sent, parts)
+        pools = self.recipe.place.pools()
+        stage = next((placed for placed in PLACED_STAGES if placed == progress.stage), None)
+        if stage is None or stage not in pools:
+            return None
+        parameters = {
+            "stage": stage,
+            "settings": settings_to_send(self.recipe),
+            "key": parts.key,
+            "before": {result.stage: result.key for result in before},
+            # At a later stage the download exists: it must not be tried once more.
+            "retry_run": self.retry_run if stage == "download" else None,
+            "champion": self.start,
+        }
+        about = (pools[stage], self.model_name, self.store, stage)
+        return partial(send_stage, *about, parameters, progress)
+
+    def results_before(self) -> list[StageResult]:
+        """The results that a sent stage is built from, in the order of the stages.
+
+        The run records that it needs them before it looks for them. Raises Failed if a result was
+        deleted.
+        """
+        assert self.sent is not None
+        before = self.sent.before
+        keys = {stage: [key] for stage, key in before.items()}
+        with storing(self.store):
+            record_run(self.store, self.id, {**self.facts, "stages": keys})
+        stages = sorted(before, key=("plan", *STAGES).index)
+        return [StageResult.of_reused(self.store, stage, before[stage]) for stage in stages]
 
     def plan(self) -> download.DownloadPlan:
-        """The shards of the source. Raises Refused."""
-        plan = self.changed(self.scope.plan(self))
+        """The shards of the source. Raises Refused.
+
+        The run records that it needs the plan before it looks. A sent run has its sender's: the
+        source may have grown since. A retraining keeps the champion's shards.
+        """
+        if self.sent is None:
+            plan = download.plan(self.recipe, self.begin)
+        else:
+            (planned,) = self.results_before()
+            plan = download.planned(self.recipe, planned.load(self.store), self.begin)
+        plan = plan_changes(self.recipe.download, self.store, self.champion, plan)[0]
         if train.STAGE in self.stages and not self.continues:  # that has steps of its own
             for recipe in self.trials or (self.recipe,):
                 train.check_epochs(recipe.train, plan.rows, "rows")
@@ -175,13 +220,14 @@ class Run(Builder):
         check_disk(*about, plan.rows, self.stages, keys, self.trials)
         return plan
 
-    def changed(self, plan: download.DownloadPlan) -> download.DownloadPlan:
-        """The plan of the source as this run downloads it."""
-        return plan
-
     def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:
-        """The inputs of an evaluation."""
-        return EvalInputs(self.recipe, images, latents, self.base, self.measuring)
+        """The inputs of an evaluation; a retraining has the champion's, where it encodes alike."""
+        data = EvalInputs(self.recipe, images, latents, self.base, self.measuring)
+        if self.champion is None:
+            return data
+        compared = self.champion.comparison_set(self.recipe, self.store, latents)
+        images, latents = compared or (images, latents)
+        return replace(data, images=images, latents=latents, training_images=data.images)
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures.
@@ -191,29 +237,19 @@ class Run(Builder):
         of_base = model_digests(self.base) | self.base.family.key_facts
         return of_base | self.measuring.digests()
 
-    def check_rivals(self, training: train.TrainStage) -> None:
-        """Raise Refused if the champion was trained on pictures that are held out here.
-
-        Weights in the store may have been published before.
-        """
-        is_judged = publish.STAGE in self.stages and self.force is None
-        if is_judged and self.store.find(train.STAGE, training.parts.key) is None:
-            check_rivals_held_out(self.recipe, self.store, training.latents)
-
-    def check_start(self, model: str) -> None:
-        """Raise Failed if the champion that a retraining started from was replaced.
-
-        Args:
-            model: digest of the weights in publication.
-        """
-
     def champion_to_measure(self, trained: Artifact, evaluated: Artifact) -> Version | None:
         """The champion that the gate will compare the model with; None if there is no need of it.
 
         It is measured with the model, on the same device, before the publication needs its metrics.
+        A sent run measures it if it was sent for that alone: the evaluation of the model is there.
         """
         model = publish.PublishStage(self.recipe, self.base, trained, evaluated, self.force)
-        return model.compared_champion() if self.scope.measures_champion(self, model) else None
+        if self.sent is not None:
+            is_due = self.sent.key != evaluated.key
+        else:
+            will_publish = publish.STAGE in self.stages
+            is_due = will_publish and self.store.find(publish.STAGE, model.parts.key) is None
+        return model.compared_champion() if is_due else None
 
     def champion_metrics(
         self, data: EvalInputs, evaluated: Artifact, before: Sequence[StageResult]
@@ -226,36 +262,9 @@ class Run(Builder):
         return partial(metrics_of_published, data, evaluated, partial(self.build, before=before))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retraining(Run):
-    """A run that starts from the champion of its model."""
-
-    champion: Champion
-
-    @property
-    def start(self) -> str:
-        """Version of the champion."""
-        return self.champion.version
-
-    @property
-    def continues(self) -> bool:
-        """Whether training continues from the champion's weights."""
-        return self.recipe.retrain.start == "champion"
-
-    def changed(self, plan: download.DownloadPlan) -> download.DownloadPlan:
-        """The plan with the shards of the champion, and new shards for new rows."""
-        return plan_changes(self.recipe.download, self.store, self.champion, plan)[0]
-
-    def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:
-        """The champion's held-out pictures, where it encodes alike."""
-        data = super().eval_inputs(images, latents)
-        compared = self.champion.comparison_set(self.recipe, self.store, latents)
-        images, latents = compared or (images, latents)
-        return replace(data, images=images, latents=latents, training_images=data.images)
-
-    def check_rivals(self, training: train.TrainStage) -> None:
-        """Nothing: `compare` has checked it before the download."""
-
-    def check_start(self, model: str) -> None:
-        """As `check_start_is_champion`."""
-        check_start_is_champion(publish.registry_of(self.recipe), self.champion, model)
+def _fail(sent: Sent, parts: KeyParts) -> NoReturn:
+    raise Failed(
+        f"{sent.stage}: the sender expects {sent.key[:12]}, this run would build "
+        f"{parts.key[:12]}: the models or the version of Kilnworks differ between sender and "
+        "worker, or what the sender had built was deleted: run again"
+    )

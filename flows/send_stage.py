@@ -6,22 +6,19 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID, uuid4
 
 import httpx
 from prefect import Task
 from prefect.artifacts import create_link_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterType,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.utilities.annotations import quote
 from prefect.utilities.urls import url_for
 
 from artifacts.errors import is_passing, retrying
@@ -30,8 +27,11 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from configs.settings.recipe import Place, PlacedStage, StageName
-from flows.prefect_run import REUSED
+from tasks.build_or_reuse import REUSED
 from tasks.progress import Progress
+
+if TYPE_CHECKING:
+    from flows.run import Run
 
 log = logging.getLogger("kiln")
 
@@ -66,20 +66,22 @@ def check_deployments(place: Place, stages: Sequence[StageName]) -> None:
                 ) from None
 
 
-def run_task(task: Task[Any, Any], place: Place, *arguments: Any, name: str | None = None) -> Any:
+def run_task(task: Task[Any, Any], run: Run, *arguments: Any, name: str | None = None) -> Any:
     """Run a stage's task, once Prefect's server answers: it gives each task a slot.
 
     A task that waits for another run of the stage has no concurrency limit.
 
     Args:
-        place: the stages with a work pool.
+        run: the first argument of the task. It is quoted: Prefect finds a task's result by the
+            identity of its parts, and would draw an edge from each stage that the run names.
+        arguments: the others.
         name: the name of the task run; None: the task's.
     """
-    if task.task_run_name in place.pools():
+    if task.task_run_name in run.recipe.place.pools():
         task = task.with_options(tags={"sent"})
     if name is not None:
         task = task.with_options(task_run_name=name)
-    return retrying(lambda: task(*arguments), passes=is_away, words=_away_in_words)
+    return retrying(lambda: task(quote(run), *arguments), passes=is_away, words=_away_in_words)
 
 
 def is_away(error: BaseException) -> bool:
@@ -217,7 +219,11 @@ def _tell(
     name = pool.partition("/")[0]
     url = url_for("flow-run", obj_id=sent.id)
     log.info("%s: sent to pool %s%s", stage, pool, f": {url}" if url else "")
-    _link(url, sent, pool, progress)
+    if url is not None:
+        try:
+            create_link_artifact(url, f"{sent.name} on {pool}", key=f"{progress.key}-run")
+        except Exception as error:  # the run counts, not its display
+            log.warning("%s: the link to the run is not shown: %s", stage, error)
     try:
         ready = client.read_work_pool(name).status
     except (ObjectNotFound, *AWAY) as error:  # the run is sent, and is waited for
@@ -233,15 +239,6 @@ def _check_away(stage: str, error: Exception) -> None:
         raise Failed(f"{stage}: the Prefect server refuses: {one_line(error)}") from error
 
 
-def _link(url: str | None, sent: FlowRun, pool: str, progress: Progress) -> None:
-    if url is None:
-        return
-    try:
-        create_link_artifact(url, f"{sent.name} on {pool}", key=f"{progress.key}-run")
-    except Exception as error:  # the run counts, not its display
-        log.warning("%s: the link to the run is not shown: %s", progress.stage, error)
-
-
 def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[Any]:
     """The final state of a sent run, whose progress is shown as this run's until then."""
     away = False
@@ -255,18 +252,17 @@ def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[
         except AWAY as error:
             _check_away(reached.progress.stage, error)
             if not away:
-                log.warning(
-                    "%s: the Prefect server is away: %s", reached.progress.stage, one_line(error)
-                )
+                message = "%s: the Prefect server is away: %s"
+                log.warning(message, reached.progress.stage, one_line(error))
             away = True
         time.sleep(POLL_SECONDS)
 
 
 def _show(client: SyncPrefectClient, run: UUID, reached: _Reached) -> None:
     artifacts = client.read_artifacts(
-        artifact_filter=ArtifactFilter(
-            flow_run_id=ArtifactFilterFlowRunId(any_=[run]),
-            type=ArtifactFilterType(any_=["progress"]),
+        artifact_filter=filters.ArtifactFilter(
+            flow_run_id=filters.ArtifactFilterFlowRunId(any_=[run]),
+            type=filters.ArtifactFilterType(any_=["progress"]),
         )
     )
     for artifact in artifacts:

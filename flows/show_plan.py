@@ -81,8 +81,9 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     yield "gpu", f"{count}{gpu_row(plan.gpu)}"
     micro = settings.micro_batch(settings.processes)
     yield "batch", f"{settings.global_batch_size} in micro-batches of {micro}"
-    parts = f": {_parts(plan.peaks.parts)}"
-    yield from memory_rows(plan, plan.checkpoint_bytes, parts, plan.peaks.host)
+    sizes = [(name.replace("_", " "), size) for name, size in plan.peaks.parts.items() if size]
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes)
+    yield from memory_rows(plan, plan.checkpoint_bytes, f": {parts}", plan.peaks.host)
     recomputed = step.recomputed_flops_per_image / 1e12
     more = f", and {recomputed:.4g} of recomputation" if recomputed else ""
     yield "work", f"{step.flops_per_image / 1e12:.4g} TFLOP per image{more}"
@@ -131,11 +132,6 @@ def _advice(advice: Advice) -> str:
     return f"{advice.options}: {gib(advice.peak)}, {words}{notes}"
 
 
-def _parts(parts: dict[str, int]) -> str:
-    named = ((name.replace("_", " "), size) for name, size in parts.items() if size)
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in named)
-
-
 #: Facts of a GPU plan that need the model's configs.
 UNKNOWN = (
     *("training_parts_gib", "flops_per_image", "recomputed_flops_per_image"),
@@ -152,6 +148,11 @@ class StoredPlan:
     gpu: Gpu
     peaks: RecipeMemory
     chips: ClassVar = 1
+    #: What needs the model's configs.
+    step_seconds: ClassVar = None
+    bytes_per_picture: ClassVar = None
+    caption_bytes: ClassVar = None
+    storage_bytes: ClassVar = None
 
     @property
     def fits(self) -> bool:
@@ -178,20 +179,6 @@ class StoredPlan:
             f"{gib(self.gpu.usable, 1)} for tensors; with the hub's configs, `kiln plan` names "
             "the settings that fit"
         )
-
-
-def stored_facts(plan: StoredPlan) -> dict[str, Any]:
-    """As a plan's facts; what needs the model's configs is null."""
-    return {
-        **dict.fromkeys(UNKNOWN),
-        **gpu_facts(plan, plan.peaks.parameters, plan.peaks.checkpoint_bytes),
-        "recipe": plan.recipe.name,
-        "fits": plan.fits,
-        "global_batch_size": plan.recipe.train.global_batch_size,
-        "assumption": plan.assumption,
-        "hours": plan.hours,
-        "cost": plan.cost,
-    }
 
 
 def stored_lines(plan: StoredPlan) -> Iterator[tuple[str, str]]:
@@ -224,7 +211,14 @@ def show_plan(
     """
     enter(Doors(recipe, ("train",), fetch=False).settings())
     if gpu is None:
-        plan = _plan_for_slice(recipe, topology, search=search)
+        if topology is None:
+            if recipe.tpu is None:
+                raise Refused(
+                    f"recipe {recipe.name} has no section tpu: add --topology, such as v5p-8, or "
+                    "--gpu, such as 24GB"
+                )
+            topology = recipe.tpu.accelerator_type
+        plan = plan_slice_training(recipe, topology, search=search, say=_say)
         show(plan, slice_plan_facts(plan), _lines(plan), as_json=as_json)
         if not plan.fits:
             raise Refused(_refusal(plan))
@@ -250,20 +244,10 @@ def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -
         raise error
     _say(f"{error}; this is the plan that comes with the recipe")
     plan = StoredPlan(recipe, gpu, memory)
-    show_rows(stored_facts(plan), stored_lines(plan), as_json=as_json)
+    facts = dict.fromkeys(UNKNOWN) | gpu_facts(plan, memory.parameters, memory.checkpoint_bytes)
+    show_rows(facts | shared_facts(plan), stored_lines(plan), as_json=as_json)
     if not plan.fits:
         raise Refused(plan.refusal())
-
-
-def _plan_for_slice(recipe: Recipe, topology: str | None, *, search: bool) -> SlicePlan:
-    if topology is None:
-        if recipe.tpu is None:
-            raise Refused(
-                f"recipe {recipe.name} has no section tpu: add --topology, such as v5p-8, or "
-                "--gpu, such as 24GB"
-            )
-        topology = recipe.tpu.accelerator_type
-    return plan_slice_training(recipe, topology, search=search, say=_say)
 
 
 def _say(text: str) -> None:
@@ -292,7 +276,7 @@ def show_rows(facts: dict[str, Any], rows: Iterable[tuple[str, str]], *, as_json
         print(f"{name:9} {text}")
 
 
-def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
+def shared_facts(plan: TrainingPlan | StoredPlan) -> dict[str, Any]:
     """Facts of a plan on any accelerator; unknown values are null."""
     seconds = plan.step_seconds
     images = plan.recipe.train.global_batch_size

@@ -15,23 +15,22 @@ from configs.errors import Failed, UserError
 from configs.load_recipe import Trial, load_trials
 from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import STAGES
-from flows import prefect_run
-from flows.checks import prepare
+from flows import logs_cancellation, task_limits
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.run import Run
+from flows.run import Run, prepare
 from flows.send_stage import run_task
 from tasks import compare_sweep_trials
+from tasks.build_or_reuse import failing
 from tasks.panels import Panel
 from tasks.progress import artifact_key, show_in_prefect, stage_links
-from tasks.stage import failing
 
 log = logging.getLogger("kiln")
 
 
-@flow(name="sweep", flow_run_name=prefect_run.run_name("sweep {recipe}"))
+@flow(name="sweep", flow_run_name=task_limits.run_name("sweep {recipe}"))
 def sweep(
-    recipe: prefect_run.RecipeName = "digits",
-    overrides: prefect_run.Overrides = prefect_run.NO_OVERRIDES,
+    recipe: task_limits.RecipeName = "digits",
+    overrides: task_limits.Overrides = task_limits.NO_OVERRIDES,
 ) -> Any:
     """Train and evaluate a recipe with several values of its settings; publish the best model.
 
@@ -42,10 +41,10 @@ def sweep(
     Returns a report (as `kiln sweep --json` prints it): `trials`, the number of the `best` one, and
     what `finetune` reports of it.
     """
-    prefect_run.prepare_process()
+    logs_cancellation.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        trials = load_trials(recipe, prefect_run.revealed(overrides))
+        trials = load_trials(recipe, task_limits.revealed(overrides))
         runs = prepared(trials, run_id)
         compare_sweep_trials.check_metric(runs[0].recipe)
         compare_sweep_trials.check_comparable([run.recipe for run in runs], runs[0].base)
@@ -54,17 +53,15 @@ def sweep(
 
 def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
     """The checked trials, as `prepare` raises; a warning that concerns several is logged once."""
-    with prefect_run.each_line_once():
+    with logs_cancellation.each_line_once():
         return [prepare(trial.recipe, run_id=run_id) for trial in trials]
 
 
 def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     first = replace(runs[0], trials=[run.recipe for run in runs])
     settings = first.recipe.sweep
-    place = first.recipe.place
-    run_argument = prefect_run.without_edges(first)
-    images = run_task(download, place, run_argument)
-    latents = run_task(encode, place, run_argument, images)
+    images = run_task(download, first)
+    latents = run_task(encode, first, images)
     data = [images, latents]
     with failing(compare_sweep_trials.STAGE):
         opened = retrying(lambda: open_latents(latents.result().load(first.store).uri))
@@ -79,8 +76,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     best = compare_sweep_trials.choose_best(outcomes, settings)
     if best is None:
         raise Failed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
-    winner = prefect_run.without_edges(runs[best])
-    published = run_task(publish, place, winner, images, latents, *measured[best])
+    published = run_task(publish, runs[best], images, latents, *measured[best])
     report = report_of([stage.result() for stage in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
@@ -95,10 +91,8 @@ def _try(
     outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
     try:
-        run_argument = prefect_run.without_edges(run)
-        trained = run_task(train, run.recipe.place, run_argument, latents, name=f"train {number}")
-        inputs = (run_argument, images, latents, trained)
-        evaluated = run_task(evaluate, run.recipe.place, *inputs, name=f"evaluate {number}")
+        trained = run_task(train, run, latents, name=f"train {number}")
+        evaluated = run_task(evaluate, run, images, latents, trained, name=f"evaluate {number}")
         report = report_of([trained.result(), evaluated.result()])
         metrics = compare_sweep_trials.tuned_metrics(report["metrics"], run.recipe.sweep)
         curve = retrying(lambda: compare_sweep_trials.read_curve(trained.result().load(run.store)))

@@ -19,6 +19,7 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
+from prefect.utilities.annotations import quote
 from prefect.utilities.callables import parameter_schema
 
 from artifacts.errors import retrying
@@ -26,17 +27,17 @@ from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
 from configs.settings.recipe import Place, PlacedStage
-from flows import prefect_run
-from flows.checks import prepare
+from flows import logs_cancellation
 from flows.finetune import download, encode, evaluate, report_of
 from flows.retrain import training_task
-from flows.run import Run, Sent
-from flows.run_command import check_server, lasting_server
+from flows.run import Run, Sent, prepare
+from flows.run_in_terminal import check_server, lasting_server
 from flows.send_stage import FLOW
+from flows.task_limits import ACCELERATOR, revealed
 from tasks.beam.workers import received_recipe
+from tasks.build_or_reuse import REUSED, StageResult
 from tasks.publish.stage import registry_of
-from tasks.retrain.champion import find_champion
-from tasks.stage import StageResult
+from tasks.retrain.champion import Champion, find_champion
 
 
 @flow(name=FLOW)
@@ -61,39 +62,34 @@ def run_stage(
     Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
     was there.
     """
-    prefect_run.prepare_process()
+    logs_cancellation.prepare_process()
     with redacted_errors():
-        recipe = received_recipe(prefect_run.revealed(settings))
-        sent = Sent(stage, key, before)
+        recipe = received_recipe(revealed(settings))
 
-        def check() -> tuple[Run, list[StageResult]]:
+        def prepared() -> tuple[Run, list[StageResult]]:
             run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
-            run = replace(_with_champion(run, champion), scope=sent, retry_run=retry_run)
-            return run, [] if stage == "download" else sent.results_before(run)
+            sent = Sent(stage, key, before)
+            start = _champion(run, champion)
+            run = replace(run, champion=start, sent=sent, retry_run=retry_run)
+            return run, [] if stage == "download" else run.results_before()
 
-        run, results = retrying(check)
-    state = _task(run, stage)(prefect_run.without_edges(run), *results)
+        run, results = retrying(prepared)
+    tasks: dict[str, Any] = {"download": download, "encode": encode, "evaluate": evaluate}
+    state = tasks.get(stage, training_task(run))(quote(run), *results)
     report = report_of([*results, state.result()])
-    if state.name == prefect_run.REUSED:
-        return Completed(name=prefect_run.REUSED, message=state.message, data=report)
+    if state.name == REUSED:
+        return Completed(name=REUSED, message=state.message, data=report)
     return report
 
 
-def _task(run: Run, stage: PlacedStage) -> Any:
-    """The Prefect task that builds the stage."""
-    if stage == "train":
-        return training_task(run)
-    return {"download": download, "encode": encode, "evaluate": evaluate}[stage]
-
-
-def _with_champion(run: Run, version: str | None) -> Run:
-    """The run of a retraining. Raises Failed if the champion is another one by now."""
+def _champion(run: Run, version: str | None) -> Champion | None:
+    """The champion of a retraining. Raises Failed if the champion is another one by now."""
     if version is None:
-        return run
+        return None
     champion = find_champion(registry_of(run.recipe), run.store)
     if champion is None or champion.version != version:
         raise Failed(f"retrain: the champion is no longer {version}: run again")
-    return run.from_champion(champion)
+    return champion
 
 
 LOST = "kiln: lost stages"
@@ -119,25 +115,21 @@ def deploy_stages(place: Place, folder: str | None, accelerators: int | None) ->
     check_server(lasting_server("place: work pools need"))
     with get_client(sync_client=True) as client:
         for pool in pools:
-            _check_pool(client, pool)
+            try:
+                client.read_work_pool(pool)
+            except ObjectNotFound:
+                raise Refused(
+                    f"place: the Prefect server has no work pool {pool}: run "
+                    f"`prefect work-pool create {pool} --type process`, or docker or kubernetes"
+                ) from None
         for pool in pools:
             _deploy(client, pool, folder or str(CHECKOUT))
             print(f"deployed: {FLOW}/{pool} (prefect worker start --pool {pool})")
         _detect_lost(client)
         print(f"automation: {LOST}")
         if accelerators is not None:
-            client.create_concurrency_limit(prefect_run.ACCELERATOR, accelerators)
+            client.create_concurrency_limit(ACCELERATOR, accelerators)
             print(f"limit: {accelerators} stages with an accelerator at a time")
-
-
-def _check_pool(client: SyncPrefectClient, pool: str) -> None:
-    try:
-        client.read_work_pool(pool)
-    except ObjectNotFound:
-        raise Refused(
-            f"place: the Prefect server has no work pool {pool}: run "
-            f"`prefect work-pool create {pool} --type process`, or docker or kubernetes"
-        ) from None
 
 
 def _deploy(client: SyncPrefectClient, pool: str, folder: str) -> None:
@@ -180,4 +172,15 @@ def _detect_lost(client: SyncPrefectClient) -> None:
         ),
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat")],
     )
-    prefect_run.put_automation(client, made)
+    put_automation(client, made)
+
+
+def put_automation(client: SyncPrefectClient, automation: AutomationCore) -> str:
+    """`created`, or `updated` if the server has the automation; it stays disabled if it was."""
+    same = client.read_automations_by_name(automation.name)
+    if not same:
+        client.create_automation(automation)
+        return "created"
+    automation.enabled = same[0].enabled
+    client.update_automation(same[0].id, automation)
+    return "updated"

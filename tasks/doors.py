@@ -1,22 +1,27 @@
 """The doors that a recipe passes before anything starts: settings, places, machine, models.
 
 Each door is a list of checks. The machine comes before the models, which may be fetched for an
-hour. Work pools, which Prefect's server knows, are checked in flows/checks.py.
+hour, and are opened at most once. Work pools, which Prefect's server knows, are checked in
+flows/run.py.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 
+from artifacts import models
 from artifacts.errors import classify
 from artifacts.store import Store
 from configs.errors import Away, Refused, UserError, naming
 from configs.preflight import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.data import Source
+from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import (
     STAGES,
     Place,
@@ -30,17 +35,27 @@ from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
 from runtimes.detect_hardware import host_memory, usable_gpus
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.objective.noise_schedule import ResolutionShift, schedule_facts, scheduler_config
+from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.pipeline_folder.folder import Base, replacement_config
+from runtimes.pipeline_folder.weights import check_tokenizers, check_weights, stored_weight_files
 from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
-from tasks import download, tpu
+from tasks import download, tpu, train
 from tasks.beam import workers
+from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
+from tasks.evaluate.features import check_clip, check_image_encoder
+from tasks.evaluate.inception import check_inception, fidelity_folder
+from tasks.evaluate.inputs import MeasuringModels
 from tasks.evaluate.metrics import metric_names, sample_metrics
-from tasks.open_models import Models
 from tasks.plan.gpu import check_fits, memory_of
 from tasks.publish import stage as publish
-from tasks.publish.hub import check_key
-from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
+from tasks.publish.assemble import model_parts
+from tasks.publish.hub import signer
+from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
+from tasks.publish.promotion_gate import check_rules, parse_rule, warnings_of_few_prompts
 from tasks.train import notes_of_warmup
 
 
@@ -74,7 +89,7 @@ class Doors:
         yield Check("settings", lambda: map(note, warnings_without_effect(self.asked)))
         yield Check("gate and prompts", self._gate_and_prompts)
         if "train" in self.here:
-            yield Check("monitoring", partial(check_monitoring, self.recipe))
+            yield Check("monitoring", self._monitoring)
             yield Check("warm-up", partial(notes_of_warmup, self.recipe.train))
 
     def places(self) -> Iterator[Check]:
@@ -104,10 +119,24 @@ class Doors:
         check_rules(gate, metric_names(recipe), recipe.evaluate.bootstrap)
         evaluate.check(recipe)
         if recipe.publish.signing_key is not None:
-            check_key(recipe.publish.signing_key)
+            signer(recipe.publish.signing_key)
         yield fine("gate and prompts")
         if publish.STAGE in self.built:
             yield from map(note, warnings_of_few_prompts(gate, recipe.evaluate))
+
+    def _monitoring(self) -> None:
+        """Raise Refused for a tracker or a held-out loss that cannot work."""
+        recipe = self.recipe
+        check_wandb(recipe.train.wandb)
+        if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
+            raise Refused("train.holdout_loss needs held-out samples: raise encode.holdout")
+        rule = recipe.train.best_checkpoint
+        known = [HOLDOUT_LOSS, *sample_metrics(recipe.evaluate.judges)]
+        if rule is not None and rule.metric not in known:
+            raise Refused(
+                f"train.best_checkpoint.metric: {rule.metric} is not scored while training; it "
+                f"scores {', '.join(known)}"
+            )
 
     def _stores(self) -> Iterator[Finding]:
         recipe = self.recipe
@@ -123,21 +152,19 @@ class Doors:
         yield fine(f"source: {without_secrets(str(where))} opens")
 
     def _workers(self) -> None:
-        for options in filter(
-            None, (workers.beam_options(self.recipe, stage) for stage in workers.BEAM_STAGES)
-        ):
-            from tasks.beam.pipeline import check_options  # seconds to import
+        for stage in workers.BEAM_STAGES:
+            if options := workers.beam_options(self.recipe, stage):
+                from tasks.beam.pipeline import make_pipeline  # seconds to import
 
-            check_options(options)
+                make_pipeline(options)
         workers.check_workers(self.recipe, self.here)
 
     def _runtime(self) -> None:
         recipe = self.recipe
         registry.check_installed(recipe.runtime)
         devices = devices_here(recipe, self.here)
-        if set(devices.values()) <= {"auto", "cpu"} and not _may_refuse(
-            recipe.runtime, recipe.train
-        ):
+        is_plain = set(devices.values()) <= {"auto", "cpu"}
+        if is_plain and not _may_refuse(recipe.runtime, recipe.train):
             return  # always available; a probe would import the runtime, which takes seconds
         registry.check_devices(recipe.runtime, devices)
         if "train" not in self.here:
@@ -151,7 +178,10 @@ class Doors:
     def _memory(self) -> Iterator[Finding]:
         """Whether training fits the largest GPU of this machine, if it trains on a GPU."""
         recipe = self.recipe
-        if not _must_fit_one_gpu(recipe.runtime, recipe.train) or not (gpus := usable_gpus()):
+        on_gpu = recipe.train.device.partition(":")[0] in ("auto", "cuda")
+        sharded = recipe.train.fsdp != 1 and recipe.train.processes > 1
+        must_fit_one = recipe.runtime == "torch" and on_gpu and not sharded
+        if not must_fit_one or not (gpus := usable_gpus()):
             return
         gpu = max(gpus, key=lambda gpu: gpu.memory)
         if self.opened.fetch:
@@ -208,11 +238,10 @@ def stages_without_pool(place: Place, stages: Sequence[StageName] = STAGES) -> l
 def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
     """Setting -> device of the stages that compute on this machine."""
     computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
-    if (
-        "encode" in computing
-        and workers.workers_of(workers.beam_options(recipe, "encode")) is workers.Workers.REMOTE
-    ):
-        computing.remove("encode")  # its device is on machines that cannot be asked
+    if "encode" in computing:
+        encoders = workers.workers_of(workers.beam_options(recipe, "encode"))
+        if encoders is workers.Workers.REMOTE:  # its device is on machines that cannot be asked
+            computing.remove("encode")
     return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
 
 
@@ -230,27 +259,207 @@ def _may_refuse(runtime: RuntimeName, settings: Train) -> bool:
     )
 
 
-def check_monitoring(recipe: Recipe) -> None:
-    """Raise Refused for a tracker or a held-out loss that cannot work."""
-    check_wandb(recipe.train.wandb)
-    if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
-        raise Refused("train.holdout_loss needs held-out samples: raise encode.holdout")
-    rule = recipe.train.best_checkpoint
-    known = [HOLDOUT_LOSS, *sample_metrics(recipe.evaluate.judges)]
-    if rule is not None and rule.metric not in known:
-        raise Refused(
-            f"train.best_checkpoint.metric: {rule.metric} is not scored while training; it scores "
-            f"{', '.join(known)}"
-        )
-
-
 def _is_remote(source: Source) -> bool:
     path = getattr(source, "path", "")
     return "://" in path or (source.kind == "dataset" and workers.is_hub_id(path))
 
 
-def _must_fit_one_gpu(runtime: RuntimeName, settings: Train) -> bool:
-    """Whether training needs the memory of `memory_of` on one GPU, if the machine has a GPU."""
-    on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
-    sharded = settings.fsdp != 1 and settings.processes > 1
-    return runtime == "torch" and on_gpu and not sharded
+@dataclass(frozen=True)
+class Models:
+    """The base, its VAE, and the models that measure pictures.
+
+    Args:
+        stages: those that this machine builds.
+        fetch: whether models of a hub or a store are downloaded; otherwise they must be there to
+            be fetched, and are not opened.
+    """
+
+    recipe: Recipe
+    stages: Collection[StageName]
+    fetch: bool
+
+    def checks(self) -> Iterator[Check]:
+        """The checks of the door."""
+        for setting, (path, _) in self._places.items():
+            yield Check(setting, partial(self._available, setting), remote="://" in path)
+        yield Check("base", self._fits_settings)
+        if (named := self.recipe.evaluate.inception) is not None:
+            find = partial(self._inception, named)
+            yield Check("evaluate.inception", find, remote="://" in named)
+        yield Check("measuring models", self._measures)
+
+    @cached_property
+    def base(self) -> Base:
+        """The base, opened with the recipe's VAE. Raises Refused or Away."""
+        vae = self._folder("model.vae") if "model.vae" in self._places else None
+        model = self._folder("model.path")
+        with naming("model.path" if vae is None else "model.path or model.vae"):
+            base = Base.open(model, vae)
+            _ = base.encoders
+        return base
+
+    @cached_property
+    def measuring(self) -> MeasuringModels:
+        """Local copies of the models that measure. Raises Refused or Away."""
+        inception = self.recipe.evaluate.inception
+        encoder = "evaluate.image_encoder"
+        with naming("evaluate.inception"):
+            weights = None if inception is None else models.resolve_file(inception)
+        return MeasuringModels(
+            self._folder("evaluate.clip"),
+            self._folder(encoder) if encoder in self._places else None,
+            {name: self._folder(_judge(name)) for name in self.recipe.evaluate.preference_models},
+            weights,
+        )
+
+    def can_open(self, section: str) -> bool:
+        """Whether the models of a section, `model` or `evaluate`, may be opened."""
+        named = [place for name, place in self._places.items() if name.startswith(f"{section}.")]
+        try:
+            return self.fetch or all(models.local_model(path) is not None for path, _ in named)
+        except Refused:  # of `_available`
+            return False
+
+    @cached_property
+    def _places(self) -> Mapping[str, tuple[str, str | None]]:
+        """Setting -> folder, hub id or URL of a model, and its revision."""
+        model = self.recipe.model
+        measured = self.recipe.evaluate
+        judges = {_judge(name): path for name, path in measured.preference_models.items()}
+        paths = {
+            "model.vae": model.vae,
+            "evaluate.clip": measured.clip,
+            "evaluate.image_encoder": measured.image_encoder,
+            **judges,
+        }
+        others = {setting: (path, None) for setting, path in paths.items() if path is not None}
+        return {"model.path": (model.path, model.revision), **others}
+
+    def _folder(self, setting: str) -> Path:
+        path, revision = self._places[setting]
+        with naming(setting):
+            return models.resolve_model(path, revision=revision)
+
+    def _available(self, setting: str) -> Iterator[Finding]:
+        path, revision = self._places[setting]
+        if not self.fetch:
+            with naming(setting, f"set {setting} to a folder, URL or hub id"):
+                where = models.check_model_available(path, revision=revision)
+            yield fine(f"{setting}: {without_secrets(path)} ({where})")
+
+    def _fits_settings(self) -> Iterator[Finding]:
+        if not self.can_open("model"):
+            return
+        recipe = self.recipe
+        drawn = recipe.evaluate
+        base = self.base
+        for device in (recipe.train.device, drawn.device):
+            registry.check_family(recipe.runtime, base.family.name, device)
+        sizes = bucket_sizes(TransformSettings.of(recipe), base.encoders["size_step"])
+        largest = max(map(max, sizes))
+        _check_position_embeddings(recipe.train, drawn, base, largest)
+        evaluate.check_drawn_size(drawn, base)
+        _check_weights(base)
+        check_tokenizers(base)
+        _check_objective(recipe, base)
+        sampler = (drawn.scheduler, drawn.num_inference_steps)
+        for config in (base.scheduler, scheduler_config(base.scheduler, recipe.train)):
+            registry.check_scheduler(recipe.runtime, config, *sampler)
+        train.check(recipe, base)
+        if "train" in self.stages:
+            yield from train.notes_of_kohya(recipe.train, base)
+        folder = base.folder
+        unknown = shown_license(recipe.publish, folder) == UNKNOWN_LICENSE
+        if recipe.publish.require_license and unknown:
+            raise Refused(
+                "publish.require_license: neither publish.license nor the base's card has a licence"
+            )
+        if (conflict := license_conflict(recipe.publish, folder)) is not None:
+            yield note(conflict)
+
+    def _inception(self, named: str) -> Iterator[Finding]:
+        with naming("evaluate.inception"):
+            where = models.check_file_available(named)
+        yield fine(f"evaluate.inception: {without_secrets(named)} ({where})")
+        if "evaluate" in self.stages:
+            fidelity_folder()
+
+    def _measures(self) -> None:
+        if not self.can_open("evaluate"):
+            return
+        check_clip(self._folder("evaluate.clip"))
+        if "evaluate.image_encoder" in self._places:
+            check_image_encoder(self._folder("evaluate.image_encoder"))
+        for name in self.recipe.evaluate.preference_models:
+            check_clip(self._folder(_judge(name)), _judge(name))
+        named = self.recipe.evaluate.inception
+        if named is not None and self.fetch and "evaluate" in self.stages:
+            assert self.measuring.inception is not None
+            check_inception(self.measuring.inception, named)
+
+
+def _judge(name: str) -> str:
+    """The setting of a judge's model."""
+    return f"evaluate.judges.{name}"
+
+
+def _check_position_embeddings(train: Train, evaluate: Evaluate, base: Base, largest: int) -> None:
+    """Raise Refused for pictures whose sides exceed a denoiser's table of positions (SD3).
+
+    Args:
+        largest: the longest side of a bucket, in pixels.
+    """
+    instead = replacement_config(train)
+    factor = base.encoders["size_step"]  # pixels per position
+    trained = base.denoiser if instead is None else instead
+    draws = max(evaluate.height or 0, evaluate.width or 0)
+    checks = (
+        ("encode.resolution", largest, trained),
+        ("evaluate.height and width", draws, base.denoiser),
+        ("evaluate.height and width", draws, trained),
+    )
+    for setting, side, config in checks:
+        most = config.get("pos_embed_max_size")
+        if most is not None and side > most * factor:
+            raise Refused(
+                f"{setting}: sides of {side} pixels exceed the {most * factor} of the model's "
+                "position embeddings: lower them, or encode.max_aspect"
+            )
+
+
+def _check_weights(base: Base) -> None:
+    """Raise Refused for weights that are missing, damaged or others."""
+    vae = base.vae_folder
+    parts = [part for part in model_parts(base) if part != vae]
+    missing = [part.name for part in parts if not stored_weight_files(part)]
+    if missing:
+        raise Refused(
+            f"model.path {base.folder}: no .safetensors weights in {', '.join(missing)}: fetch "
+            "them, or convert other files"
+        )
+    if vae is not None and not stored_weight_files(vae):
+        raise Refused(f"model.vae {vae}: it has no .safetensors weights")
+    for part in parts if vae is None else [*parts, vae]:
+        check_weights(part)
+
+
+def _check_objective(recipe: Recipe, base: Base) -> None:
+    """Raise Refused for train settings that contradict the base or each other."""
+    patch = base.family.latent_multiple(base.denoiser)
+    shift = ResolutionShift.from_config(base.scheduler, patch)
+    tuned = base.schedule(recipe.train)
+    Objective.of(recipe.train, tuned, LatentScale(1.0), shift)
+    if recipe.encode.holdout:  # evaluation computes the base's loss
+        Objective(base.schedule(), LatentScale(1.0), seed=0)
+    if schedule_facts(base.schedule()) != schedule_facts(tuned):
+        why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
+    elif base.extras != ExtraInputs.from_settings(recipe.train):
+        why = "the inputs (train.inpainting or train.aesthetic_score)"
+    else:
+        return
+    for rule in map(parse_rule, recipe.publish.gate):
+        if rule.metric.startswith(HOLDOUT_LOSS) and rule.model == "base":
+            raise Refused(
+                f"publish.gate: {rule.text!r} compares incomparable losses, since {why} "
+                "of the tuned model differ from the base's: remove the rule"
+            )

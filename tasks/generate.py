@@ -24,6 +24,8 @@ from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
 from runtimes.sample.initial_noise import check_size
+from tasks.build_or_reuse import RECIPE, Stage
+from tasks.code_version import runtime_facts
 from tasks.cut_captions import cut_facts, tell_cut_prompts
 from tasks.evaluate.draw import EvalModel, RunJob, progress_callback, sampler_settings, scratch
 from tasks.evaluate.metrics import read_prompts
@@ -32,7 +34,6 @@ from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Progress
 from tasks.publish.registry import Registry, registry_url
 from tasks.run_job import run_job
-from tasks.stage import RECIPE, Stage, runtime_facts
 from tasks.train import check_guidance, ignores_guidance
 
 STAGE = "generate"

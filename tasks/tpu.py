@@ -88,11 +88,8 @@ class Slice:
 
     def describe_request(self) -> Command:
         """Print the state of the queued request for the slice, a tab and its owner."""
-        label = f"tpu.nodeSpec[0].node.labels.{LABEL}"
-        return [
-            *self._about("queued-resources", "describe"),
-            f"--format=value(state.state,{label})",
-        ]
+        state = f"state.state,tpu.nodeSpec[0].node.labels.{LABEL}"
+        return [*self._about("queued-resources", "describe"), f"--format=value({state})"]
 
     def delete(self) -> Command:
         """Delete the slice and its queued request."""
@@ -102,13 +99,8 @@ class Slice:
 
     def copy(self, file: Path, target: str) -> Command:
         """Copy a file to every worker."""
-        alive = [f"--scp-flag={flag}" for flag in ALIVE]
-        return [
-            *self._about("tpu-vm", "scp", str(file)),
-            *alive,
-            f"{self.tpu.name}:{target}",
-            "--worker=all",
-        ]
+        flags = [*(f"--scp-flag={flag}" for flag in ALIVE), f"{self.tpu.name}:{target}"]
+        return [*self._about("tpu-vm", "scp", str(file)), *flags, "--worker=all"]
 
     def ssh(self, script: str) -> Command:
         """Run a shell script on every worker."""
@@ -309,8 +301,7 @@ class _SliceRun:
                 elif _is_cut_off(error):
                     log.warning("tpu: the connection was lost; %d more attempts", left)
                 elif isinstance(error, subprocess.CalledProcessError):
-                    reason = message_of(error)
-                    raise Away(f"the slice cannot be set up: {reason}") from None
+                    raise Away(f"the slice cannot be set up: {message_of(error)}") from None
                 else:
                     raise  # the job itself failed, so a new slice would not help
         raise Away("the slice was preempted or cut off too often: raise tpu.restarts or run again")
@@ -333,8 +324,8 @@ class _SliceRun:
         try:
             self._patiently(self._delete)
         except Away as error:
-            name = self.slice.tpu.name
-            log.warning("tpu: %s may remain and cost money: delete it (%s)", name, error)
+            message = "tpu: %s may remain and cost money: delete it (%s)"
+            log.warning(message, self.slice.tpu.name, error)
 
     def _delete(self) -> None:
         check_held(ask=True)
@@ -368,8 +359,7 @@ class _SliceRun:
                 run_command(self.slice.create())
             except subprocess.CalledProcessError as error:
                 self.is_ours = "already exists" not in error.stderr.lower().replace("_", " ")
-                reason = message_of(error)
-                raise Away(f"gcloud did not create the slice: {reason}") from None
+                raise Away(f"gcloud did not create the slice: {message_of(error)}") from None
         return self._wait()
 
     def _wait(self) -> bool:
@@ -452,9 +442,8 @@ class _SliceRun:
         )
         output = ChildOutput(self.on_event)
         pumps = (lambda: output.mixed(child.stdout),)
-        stop = partial(self._stop, child)
-        kill = partial(self._kill, child)
-        return wait_for_result(child, output, pumps, stop, kill)
+        ends = (partial(self._stop, child), partial(self._kill, child))
+        return wait_for_result(child, output, pumps, *ends)
 
     def _stop(self, child: subprocess.Popen[str]) -> None:
         """Signal every worker to checkpoint and exit; kill them after the grace period."""

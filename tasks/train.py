@@ -42,13 +42,14 @@ from runtimes.pipeline_folder.weights import weight_shapes
 from runtimes.process.job import TrainJob
 from runtimes.train.validation import CheckpointRanking, scores_path
 from tasks import tpu
+from tasks.build_or_reuse import Stage
+from tasks.code_version import runtime_facts
 from tasks.evaluate.draw import sampler_settings
 from tasks.evaluate.metrics import SampleScorer, sample_metrics, sample_prompts
 from tasks.panels import Chart, Facts, Panel, PicturePanel, Strip, Table, human
 from tasks.panels_charts import loss_chart
 from tasks.progress import Progress, show_in_prefect
 from tasks.run_job import Event, run_job
-from tasks.stage import Stage, runtime_facts
 
 #: Settings without effect on the weights of a step, unless Train.weights_depend_on_steps.
 STEPS = ("steps", "epochs")
@@ -177,7 +178,12 @@ def check(recipe: Recipe, base: Base) -> None:
     replacement = replacement_config(settings)
     trained_config(base.denoiser, settings, replacement)
     if replacement is not None:
-        _check_makes_denoiser(replacement)
+        import torch
+
+        from runtimes.torch_models.loading import random_init_denoiser
+
+        with torch.device("meta"):  # without weights
+            random_init_denoiser(replacement, seed=0)
 
 
 def notes_of_kohya(settings: Train, base: Base) -> Iterator[Finding]:
@@ -196,15 +202,6 @@ def _adapted_layers(lora: Lora, base: Base) -> dict[str, int]:
     layers = layers_of(shapes)
     chosen = choose_layers(family.denoiser, layers, lora, family.attention_layers)
     return {name: shapes[f"{name}.weight"][0] for name in chosen}
-
-
-def _check_makes_denoiser(config: Mapping[str, Any]) -> None:
-    import torch
-
-    from runtimes.torch_models.loading import random_init_denoiser
-
-    with torch.device("meta"):  # without weights
-        random_init_denoiser(config, seed=0)
 
 
 def without_kohya(
@@ -272,9 +269,8 @@ class Watch:
         self.facts["images_per_second"] = event["images_per_second"]
         if event.get("chosen_because"):
             self.chosen = {name: event[name] for name in CHOSEN}
-            step = event["chosen_step"]
-            why = event["chosen_because"]
-            log.info("train: the weights are those of step %d, %s", step, why)
+            text = "train: the weights are those of step %d, %s"
+            log.info(text, event["chosen_step"], event["chosen_because"])
 
     def _on_sample(self, event: Event) -> None:
         heading = f"{self.progress.stage}: step {event['step']}"
@@ -326,8 +322,7 @@ class Watch:
 
 
 def _progress_text(event: Event) -> str:
-    left = int(event["eta_seconds"])
-    minutes, seconds = divmod(left, 60)
+    minutes, seconds = divmod(int(event["eta_seconds"]), 60)
     hours, minutes = divmod(minutes, 60)
     clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
     return f"loss {event['loss']:.4f} · {event['images_per_second']:.1f} images/s · {clock} left"

@@ -21,6 +21,7 @@ from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate
+from tasks.build_or_reuse import Stage, StageResult, build_or_reuse
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate import metrics
 from tasks.evaluate.distances import Estimates
@@ -28,7 +29,6 @@ from tasks.evaluate.inputs import EvalInputs, MeasuringModels
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.evaluate.stage import EvaluateStage
 from tasks.progress import Progress
-from tasks.stage import Stage, StageResult, build_or_reuse
 
 NEW = ["a red cat", "a blue dog"]
 LOSSES = {HOLDOUT_LOSS, *metrics.BANDS}

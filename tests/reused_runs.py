@@ -11,9 +11,9 @@ from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from flows.run import Run
+from tasks.build_or_reuse import StageResult
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish.stage import PublishStage
-from tasks.stage import StageResult
 
 
 def run_of_digits(folder: Path) -> Run:

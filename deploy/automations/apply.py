@@ -17,7 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
 
-from flows.prefect_run import put_automation
+from flows.work_pools import put_automation
 
 HERE = Path(__file__).parent
 

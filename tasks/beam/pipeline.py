@@ -30,7 +30,8 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from tasks.beam import workers
-from tasks.stage import storing, versions
+from tasks.build_or_reuse import storing
+from tasks.code_version import versions
 
 with workers.quiet_import():
     import apache_beam as beam
@@ -63,11 +64,6 @@ def quiet_beam() -> Iterator[None]:
 
 
 @quiet_beam()
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise Refused for a runner or options that Beam rejects; nothing is run."""
-    make_pipeline(options)
-
-
 def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipeline:
     """An empty pipeline.
 
@@ -165,19 +161,14 @@ class OnEqualWorkers(beam.DoFn):
 
     def process(self, element: Any) -> Iterator[Any]:
         """Yield the DoFn's results. Raises Refused."""
-        check_versions(self.versions)
+        installed = versions()
+        for name in sorted(installed.keys() | self.versions.keys()):
+            if installed.get(name) != self.versions.get(name):
+                raise Refused(
+                    f"beam: the worker on {socket.gethostname()} has {name} {installed.get(name)}, "
+                    f"the flow {self.versions.get(name)}: install the same (deploy/workers) on both"
+                )
         yield from self.dofn.process(element)
-
-
-def check_versions(expected: Mapping[str, str]) -> None:
-    """Raise Refused if this process has other versions than the flow."""
-    installed = versions()
-    for name in sorted(installed.keys() | expected.keys()):
-        if installed.get(name) != expected.get(name):
-            raise Refused(
-                f"beam: the worker on {socket.gethostname()} has {name} {installed.get(name)}, the "
-                f"flow {expected.get(name)}: install the same (deploy/workers) on both"
-            )
 
 
 #: Errors of runners that have lost workers, or the connection to their service.
@@ -185,8 +176,6 @@ LOST = re.compile(
     r"Channel closed prematurely|StatusCode\.(?:UNAVAILABLE|CANCELLED)|\bKilledWorker\b|"
     r"\bCommClosedError\b|Timed out (?:during|trying to)|\bFutureCancelledError\b"
 )
-
-
 #: The error of a runner that has no space for its own files.
 FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
 KNOWN = (Refused, LockLost, Away, Failed)
@@ -208,13 +197,15 @@ class ShardProgress:
         Args:
             failed: rows without a result, by reason.
         """
-        total = sum(self.sizes.values())
-        count = len(self.sizes)
         counts = workers.shard_counts(0, failed, 0, is_new=False)
-        shown = f"{count:,} of {count:,} shards"
-        self.progress(
-            total, total, workers.progress_text(total, total, shown, self.unit, counts, 0.0)
-        )
+        self.show(sum(self.sizes.values()), len(self.sizes), counts, 0.0)
+
+    def show(self, rows: int, shards: int, counts: Mapping[str, int], seconds: float) -> None:
+        """Show how many rows and shards are done, `seconds` after the beginning."""
+        total = sum(self.sizes.values())
+        of_shards = f"{shards:,} of {len(self.sizes):,} shards"
+        text = workers.progress_text(rows, total, of_shards, self.unit, counts, seconds)
+        self.progress(rows, total, text)
 
 
 @quiet_beam()
@@ -259,20 +250,19 @@ def run_linear(
 
 
 def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:
-    with _dask_settings() if workers.is_dask(options) else nullcontext():
+    preloaded: AbstractContextManager[Any] = nullcontext()
+    if workers.is_dask(options):
+        import dask
+
+        # The workers of this run's own cluster import Beam quietly, before their first shard.
+        preloaded = dask.config.set({"distributed.worker.preload": ["tasks.beam.pipeline"]})
+    with preloaded:
         result = pipeline.run()
     try:
         result.wait_until_finish()
     finally:
         if hasattr(result, "client"):  # Dask's, which its runner leaves open
             result.client.close()
-
-
-def _dask_settings() -> AbstractContextManager[Any]:
-    """Make the workers of this run's own cluster import Beam quietly, before their first shard."""
-    import dask
-
-    return dask.config.set({"distributed.worker.preload": ["tasks.beam.pipeline"]})
 
 
 def dask_teardown(_worker: object) -> None:
@@ -326,8 +316,6 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
     """Show progress in a thread, since Beam's `run` blocks without progress."""
     reports = workers.WorkerReports(watch.store, watch.reports)
     begun = time.monotonic()
-    total = sum(watch.sizes.values())
-    count = len(watch.sizes)
     stop = threading.Event()
 
     def report() -> None:
@@ -336,14 +324,11 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
         except Exception as error:  # stores raise any type; the pipeline itself fails if they do
             log.debug("no progress was read: %s", one_line(error))
             return
-        done = work.rows(watch.sizes)
         seconds = time.monotonic() - begun
-        shown = f"{len(work.shards):,} of {count:,} shards"
-        text = workers.progress_text(done, total, shown, watch.unit, work.counts, seconds)
-        watch.progress(done, total, text)
+        watch.show(work.rows(watch.sizes), len(work.shards), work.counts, seconds)
 
     def poll() -> None:
-        while not stop.wait(0.5 if watch.store.is_local else 10.0):
+        while not stop.wait(workers.EVERY_SECONDS[watch.store.is_local]):
             report()
 
     # The caller's context variables hold the Prefect run that displays the progress.
@@ -363,13 +348,11 @@ def _plain(error: Exception, known: tuple[type[Exception], ...]) -> Exception | 
     """The original error in a Beam error, or None; Beam preserves most errors as text only."""
     text = str(error)
     for kind in known:
-        message = text if type(error) is kind else None
-        if message is None:
-            name = re.escape(f"{kind.__module__}.{kind.__qualname__}")  # as in tracebacks
-            match = re.search(rf"\b{name}: (.+?)(?: \[while running|\n|$)", text)
-            message = match[1] if match else None
-        if message is not None:
-            return kind(message.split(" [while running")[0])
+        if type(error) is kind:
+            return kind(text.split(" [while running")[0])
+        name = re.escape(f"{kind.__module__}.{kind.__qualname__}")  # as in tracebacks
+        if match := re.search(rf"\b{name}: (.+?)(?: \[while running|\n|$)", text):
+            return kind(match[1])
     if FULL.search(text):
         return Away(f"beam: a worker's disk is full ({one_line(error)}): free some space")
     if LOST.search(f"{type(error).__name__}: {text}"):

@@ -30,7 +30,7 @@ from uuid import uuid4
 
 from pydantic import SecretStr, ValidationError
 
-from artifacts.filesystems import REAL, Clock, Entry, ask_at_once, entries, name_of, read_small_file
+from artifacts.filesystems import REAL, Clock, ask_at_once, entries, name_of, read_small_file
 from artifacts.records import parse_json, write_atomic
 from artifacts.store import Store
 from configs.errors import Refused
@@ -99,29 +99,46 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     """
     for stage in BEAM_STAGES:
         options = beam_options(recipe, stage)
-        workers = workers_of(options)
-        runner = options.get("runner", "multi_processing")
-        if stage not in stages or workers is Workers.THREADS:
+        kind = workers_of(options)
+        if stage not in stages or kind is Workers.THREADS:
             continue
-        for setting, place in _places(recipe.source, recipe.store, stage):
-            why = out_of_reach(place, workers, recipe.shared_folders)
-            if why is not None:
+        name = f"the workers of {options.get('runner', 'multi_processing')} ({stage})"
+        places = [("store", recipe.store), *_source_places(recipe.source, stage, in_pool=False)]
+        for setting, place in places:
+            _refuse(name, setting, place, out_of_reach(place, kind, recipe.shared_folders))
+        for option in ("dask_client_address", "job_endpoint"):  # of the scheduler or job service
+            address = options.get(option)
+            if not isinstance(address, str) or ":" not in address:
+                continue
+            url = _split(address)
+            try:
+                socket.create_connection((url.hostname, url.port), CONNECT_SECONDS).close()
+            except (OSError, ValueError) as error:
                 raise Refused(
-                    f"the workers of {runner} ({stage}) cannot reach "
-                    f"{without_secrets(place)}, {why}",
-                    setting=setting,
-                )
-        _check_listening(options)
+                    f"beam.{option}: nothing answers at {address} ({error}): start it, or correct "
+                    "the address"
+                ) from None
 
 
-def _places(source: Source, store: str, stage: BeamStage) -> Iterator[tuple[str, str]]:
-    """(setting, place) of what workers of a stage read or write, the URLs of a list excluded."""
-    yield "store", store
+def _refuse(workers: str, setting: str, place: str, why: str | None) -> None:
+    """Raise Refused for a place, unless nothing is known against it."""
+    if why is not None:
+        raise Refused(f"{workers} cannot reach {without_secrets(place)}, {why}", setting=setting)
+
+
+def _source_places(source: Source, stage: StageName, *, in_pool: bool) -> Iterator[tuple[str, str]]:
+    """(setting, place) of what workers of a stage read of a source.
+
+    Beam's workers do not read the URLs of a list; each machine of a work pool draws the digits.
+    """
     if stage != "download":
         return
     if source.kind == "digits":
-        yield "source.kind", "http://127.0.0.1"  # tasks.download.folders
+        if not in_pool:
+            yield "source.kind", "http://127.0.0.1"  # tasks.download.folders
     elif source.kind == "urls":
+        if in_pool:
+            yield "source.path", source.path
         if source.base_url is not None:
             yield "source.base_url", source.base_url
     elif source.kind != "dataset" or not is_hub_id(source.path):
@@ -148,22 +165,6 @@ def out_of_reach(place: str, workers: Workers, shared: Sequence[str]) -> str | N
     return None
 
 
-def _check_listening(options: Mapping[str, Any]) -> None:
-    """Raise Refused if nothing listens at the address of the scheduler or job service."""
-    for name in ("dask_client_address", "job_endpoint"):
-        address = options.get(name)
-        if not isinstance(address, str) or ":" not in address:
-            continue
-        url = _split(address)
-        try:
-            socket.create_connection((url.hostname, url.port), CONNECT_SECONDS).close()
-        except (OSError, ValueError) as error:
-            raise Refused(
-                f"beam.{name}: nothing answers at {address} ({error}): start it, or correct the "
-                "address"
-            ) from None
-
-
 def _runner(options: Mapping[str, Any]) -> str:
     name = str(options.get("runner") or "").rpartition(".")[2]
     return name.lower().removesuffix("runner")
@@ -175,12 +176,10 @@ def is_hub_id(path: str) -> bool:
     return named and not Path(path).exists()
 
 
-def _is_loopback(address: object) -> bool:
-    host = _split(str(address)).hostname or ""
-    if host == "localhost":
-        return True
+def _is_loopback(address: str) -> bool:
+    host = _split(address).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -202,13 +201,9 @@ def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
     for stage, pool in recipe.place.pools().items():
         if stage not in stages:
             continue
+        name = f"workers of pool {pool} (place.{stage})"
         for setting, place in _work_pool_places(recipe, stage):
-            if (why := _why_not(setting, place, recipe.shared_folders)) is not None:
-                raise Refused(
-                    f"workers of pool {pool} (place.{stage}) cannot reach "
-                    f"{without_secrets(place)}, {why}",
-                    setting=setting,
-                )
+            _refuse(name, setting, place, _why_not(setting, place, recipe.shared_folders))
         if (secret := _secret(hide_secrets(settings_to_send(recipe)))) is not None:
             raise Refused(
                 f"{secret}: a secret cannot be sent to pool {pool} (place.{stage}), since Prefect "
@@ -225,8 +220,7 @@ def settings_to_send(recipe: Recipe) -> dict[str, Any]:
     settings: dict[str, Any] = recipe.model_dump(mode="json")
     settings["place"] = {}
     settings["publish"] |= {"signing_key": None, "hub": None}
-    values: dict[str, Any] = _relative(settings)
-    return values
+    return dict(_relative(settings))
 
 
 def received_recipe(settings: dict[str, Any]) -> Recipe:
@@ -240,50 +234,36 @@ def received_recipe(settings: dict[str, Any]) -> Recipe:
 
 def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, str]]:
     """(setting, place) of what a sent stage reads, writes or checks."""
-    yield "store", recipe.store
-    if stage == "download":
-        yield from _source_places(recipe.source)
     measuring = recipe.evaluate
-    others = [("model.path", recipe.model.path), ("model.vae", recipe.model.vae)]
-    others += [("train.denoiser_config", recipe.train.denoiser_config)]
-    others += [("evaluate.clip", measuring.clip)]
-    others += [("evaluate.image_encoder", measuring.image_encoder)]
-    others += [("evaluate.inception", measuring.inception)]
-    others += [(f"evaluate.judges.{n}", path) for n, path in measuring.preference_models.items()]
-    others += [
-        (f"evaluate.prompts.{name}.file", prompt_set.file)
-        for name, prompt_set in measuring.prompts.items()
-    ]
-    others += [("publish.registry", recipe.publish.registry)]
-    yield from ((setting, place) for setting, place in others if place is not None)
-
-
-def _source_places(source: Source) -> Iterator[tuple[str, str]]:
-    is_on_hub = source.kind == "dataset" and is_hub_id(source.path)
-    if source.kind != "digits" and not is_on_hub:  # each machine draws the digits itself
-        yield "source.path", source.path
-    if source.kind == "urls" and source.base_url is not None:
-        yield "source.base_url", source.base_url
+    judges = measuring.preference_models.items()
+    places = {
+        "model.path": recipe.model.path,
+        "model.vae": recipe.model.vae,
+        "train.denoiser_config": recipe.train.denoiser_config,
+        "evaluate.clip": measuring.clip,
+        "evaluate.image_encoder": measuring.image_encoder,
+        "evaluate.inception": measuring.inception,
+        **{f"evaluate.judges.{name}": path for name, path in judges},
+        **{f"evaluate.prompts.{n}.file": prompts.file for n, prompts in measuring.prompts.items()},
+        "publish.registry": recipe.publish.registry,
+    }
+    yield "store", recipe.store
+    yield from _source_places(recipe.source, stage, in_pool=True)
+    yield from ((setting, place) for setting, place in places.items() if place is not None)
 
 
 def _why_not(setting: str, place: str, shared: Sequence[str]) -> str | None:
     """The reason and the remedy, or None if nothing is known against the place."""
     if "://" not in place:
-        if _is_shipped(place) or (_is_model(setting) and is_hub_id(place)):
+        section, _, name = setting.partition(".")
+        is_file = name == "inception" or name.endswith(".file")
+        is_model = section in ("model", "evaluate") and not is_file
+        is_shipped = Path(os.path.abspath(place)).is_relative_to(SHIPPED)
+        if is_shipped or (is_model and is_hub_id(place)):
             return None
         if not Path(place).expanduser().is_absolute():
             return "a path relative to this folder: write a URL (s3://, gs://) or an absolute path"
     return out_of_reach(place, Workers.REMOTE, shared)
-
-
-def _is_model(setting: str) -> bool:
-    section, _, name = setting.partition(".")
-    is_file = name == "inception" or name.endswith(".file")
-    return section in ("model", "evaluate") and not is_file
-
-
-def _is_shipped(path: str) -> bool:
-    return Path(os.path.abspath(path)).is_relative_to(SHIPPED)
 
 
 def _relative(value: Any) -> Any:
@@ -419,7 +399,7 @@ class WorkerReports:
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
         self._folder = folder
-        self._read: dict[str, tuple[Any, dict[str, Any]]] = {}  # name -> stamp and content
+        self._read: dict[str, tuple[Any, dict[str, Any]]] = {}  # name -> size and content
 
     def clear(self) -> None:
         """Delete the reports, also those of an earlier run."""
@@ -437,25 +417,18 @@ class WorkerReports:
 
     def done(self) -> Done:
         """The sum of all reports. Raises as the filesystem does."""
-        files = entries(self._store.fs, self._folder)
-        changed = [e for e in files if self._read.get(name_of(e), (None,))[0] != _stamp(e)]
-        for entry, data in zip(
-            changed, ask_at_once(self._store.fs, self._bytes, changed), strict=True
-        ):
-            self._read[name_of(entry)] = (_stamp(entry), parse_json(data))
+        fs = self._store.fs
+        files = entries(fs, self._folder)
+        # A report that is written again has grown, as its list of shards has.
+        changed = [e for e in files if self._read.get(name_of(e), (-1,))[0] != e["size"]]
+        contents = ask_at_once(fs, lambda entry: read_small_file(fs, entry["name"]), changed)
+        for entry, data in zip(changed, contents, strict=True):
+            self._read[name_of(entry)] = (entry["size"], parse_json(data))
         total = Done()
         for _, report in self._read.values():
             total.shards.update(report["shards"])
             total.counts.update(report["counts"])
         return total
-
-    def _bytes(self, entry: Entry) -> bytes:
-        return read_small_file(self._store.fs, entry["name"])
-
-
-def _stamp(entry: Entry) -> tuple[Any, ...]:
-    """What changes when a report is written again: its list of shards grows."""
-    return (entry["size"],)
 
 
 @contextmanager

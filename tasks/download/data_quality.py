@@ -7,9 +7,8 @@ download's data has its limit in the recipe: above it, the stage fails.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ LONGEST = 64
 #: Hosts of a whole download in memory.
 MOST_HOSTS = 20_000
 
+log = logging.getLogger("kiln")
 Host = list[int]  # rows, rows without a picture, milliseconds of all rows
 
 
@@ -58,43 +58,38 @@ def shard_statistics(
         earlier: the facts of an earlier download, whose bytes and times count too.
     """
     hosts: dict[str, Host] = {}
-    pairs = [
-        (row, outcome)
-        for row, outcome in zip(rows, outcomes, strict=True)
-        if outcome["status"] == "success"
-    ]
+    pictures: list[tuple[Row, Mapping[str, Any]]] = []
+    failed: defaultdict[str, list[Row]] = defaultdict(list)
     for row, outcome, (seconds, _) in zip(rows, outcomes, costs, strict=True):
-        failed = int(outcome["status"] != "success")
-        _add(hosts, host_of(row.url, base_url), [1, failed, round(1000 * seconds)])
+        is_success = outcome["status"] == "success"
+        if is_success:
+            pictures.append((row, outcome))
+        else:
+            failed[outcome.get("error_message", outcome["status"])].append(row)
+        _add(hosts, host_of(row.url, base_url), [1, not is_success, round(1000 * seconds)])
     fetched = sum(size for _, size in costs)
     before: Mapping[str, Any] = {"bytes": 0, "hosts": {}} if earlier is None else earlier
     for name, (_, _, milliseconds) in before["hosts"].items():
         _add(hosts, name, [0, 0, milliseconds])
     share = min(1.0, HASHES / max(planned, 1))
-    values = [outcome["sha256"][:16] for _, outcome in pairs]
+    hashes = [outcome["sha256"][:16] for _, outcome in pictures]
+    captioned = [row for row, _ in pictures]
+    lengths = Counter(min(len(row.captions[0].strip()), LONGEST) for row in captioned)
+    illegible = [row for row in captioned if any(ILLEGIBLE in text for text in row.captions)]
+    smaller = [min(int(o["width"]), int(o["height"])) < settings.image_size for _, o in pictures]
     return {
         "bytes": before["bytes"] + fetched,
         "fetched": fetched,  # by this download alone
-        "examples": _examples(rows, outcomes),
+        "examples": {reason: _named(listed)["examples"] for reason, listed in failed.items()},
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
-        "caption_lengths": _lengths(row.captions[0] for row, _ in pairs),
-        "illegible": _illegible(row for row, _ in pairs),
-        "uncaptioned": _named([row for row, _ in pairs if not any(map(str.strip, row.captions))]),
-        "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in pairs),
-        "hashes": [value for value in values if _is_sampled(value, share)],
+        "caption_lengths": {str(length): count for length, count in sorted(lengths.items())},
+        "illegible": _named(illegible),
+        "uncaptioned": _named([row for row in captioned if not any(map(str.strip, row.captions))]),
+        "undersized": sum(smaller),
+        # Equal pictures are in the sample together.
+        "hashes": [value for value in hashes if int(value[:8], 16) < share * 2**32],
         "hashed_share": share,
     }
-
-
-def _examples(rows: Sequence[Row], outcomes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Reason -> the first rows that failed for it, by place, URL or caption, without secrets."""
-    examples: dict[str, list[str]] = {}
-    for row, outcome in zip(rows, outcomes, strict=True):
-        if outcome["status"] != "success":
-            named = examples.setdefault(outcome.get("error_message", outcome["status"]), [])
-            if len(named) < EXAMPLES:
-                named.append(_name(row))
-    return examples
 
 
 def _name(row: Row) -> str:
@@ -102,27 +97,9 @@ def _name(row: Row) -> str:
     return without_secrets(name)[:LONGEST_NAME]
 
 
-def _illegible(rows: Iterable[Row]) -> dict[str, Any]:
-    """The number of rows with a caption that is no UTF-8, and the names of the first."""
-    return _named([row for row in rows if any(ILLEGIBLE in text for text in row.captions)])
-
-
 def _named(rows: Sequence[Row]) -> dict[str, Any]:
+    """The number of rows, and the first by place, URL or caption, without secrets."""
     return {"rows": len(rows), "examples": [_name(row) for row in rows[:EXAMPLES]]}
-
-
-def _lengths(captions: Iterable[str]) -> dict[str, int]:
-    counts = Counter(min(len(caption.strip()), LONGEST) for caption in captions)
-    return {str(length): count for length, count in sorted(counts.items())}
-
-
-def _shorter(outcome: Mapping[str, Any]) -> int:
-    return min(int(outcome["width"]), int(outcome["height"]))
-
-
-def _is_sampled(value: str, share: float) -> bool:
-    """Whether a hash is in a sample; equal pictures are in it together."""
-    return int(value[:8], 16) < share * 2**32
 
 
 def _add(hosts: dict[str, Host], name: str, facts: Sequence[int]) -> None:
@@ -159,9 +136,8 @@ class DownloadStatistics:
         for reason, names in facts["examples"].items():
             self.examples[reason] = [*self.examples.get(reason, ()), *names][:EXAMPLES]
         for what, named in self.named.items():
-            more = facts[what]
-            named["rows"] += more["rows"]
-            named["examples"] = [*named["examples"], *more["examples"]][:EXAMPLES]
+            named["rows"] += facts[what]["rows"]
+            named["examples"] = [*named["examples"], *facts[what]["examples"]][:EXAMPLES]
         for name, host in facts["hosts"].items():
             _add(self.hosts, name, host)
         if len(self.hosts) > MOST_HOSTS:
@@ -201,62 +177,27 @@ def _described(hosts: Mapping[str, Host], by: int) -> Iterator[dict[str, Any]]:
         yield {"host": name, "rows": rows, "failed": failed, "seconds per row": seconds}
 
 
-log = logging.getLogger("kiln")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check."""
-
-    setting: str  # of the section `download`
-    problem: str  # of the rows or pictures that count
-    share: float  # their share, 0 to 1
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.share <= self.limit
-
-
-def data_checks(summary: Mapping[str, Any], settings: Download) -> list[Check]:
-    """The checks of a download, by its summary."""
+def check_data(summary: Mapping[str, Any], settings: Download) -> None:
+    """Raise Failed for the first limit of the recipe that is exceeded, or without any picture."""
     rows = summary["rows"]
     images = summary["images"]
     data = summary["data"]
-    lengths = {int(length): count for length, count in data["caption_lengths"].items()}
+    if images == 0 or (rows - images) / rows > settings.max_failed:
+        raise Failed(_failures(summary, settings.max_failed))
     least = settings.min_caption_length
-    short = sum(count for length, count in lengths.items() if length < least)
-    return [
-        Check("max_failed", "rows failed", (rows - images) / rows, settings.max_failed),
-        _check(settings, "max_duplicates", "pictures repeat another one", data["duplicates"]),
-        _check(
-            settings,
-            "max_short_captions",
-            f"pictures have a caption of less than {least} characters",
-            short / max(images, 1),
-        ),
-        _check(
-            settings,
-            "max_undersized",
-            f"pictures have a side below {settings.image_size} pixels",
-            data["undersized"] / max(images, 1),
-        ),
-    ]
-
-
-def _check(settings: Download, setting: str, problem: str, share: float) -> Check:
-    return Check(setting, problem, share, getattr(settings, setting))
-
-
-def check_data(summary: Mapping[str, Any], settings: Download) -> None:
-    """Raise Failed for the first check that fails, or if there is no picture."""
-    for check in data_checks(summary, settings):
-        if check.setting == "max_failed":
-            _check_failures(check, summary)
-        elif not check.passed:
+    lengths = data["caption_lengths"].items()
+    short = sum(count for length, count in lengths if int(length) < least)
+    side = settings.image_size
+    for setting, share, problem in (
+        ("max_duplicates", data["duplicates"], "repeat another one"),
+        ("max_short_captions", short / images, f"have a caption of less than {least} characters"),
+        ("max_undersized", data["undersized"] / images, f"have a side below {side} pixels"),
+    ):
+        limit = getattr(settings, setting)
+        if share > limit:
             raise Failed(
-                f"download: {check.share:.1%} of the {check.problem}; download.{check.setting} "
-                f"allows {check.limit:.0%}"
+                f"download: {share:.1%} of the pictures {problem}; download.{setting} allows "
+                f"{limit:.0%}"
             )
 
 
@@ -280,27 +221,23 @@ def warn_of_captions(summary: Mapping[str, Any], *, expected: bool = True) -> No
         log.warning(
             "download: the captions of %s pictures have U+FFFD in place of letters (%s): their "
             "file is no UTF-8, or was made from one that was not",
-            *(f"{illegible['rows']:,}", ", ".join(illegible["examples"])),
+            f"{illegible['rows']:,}",
+            ", ".join(illegible["examples"]),
         )
 
 
-def _check_failures(check: Check, summary: Mapping[str, Any]) -> None:
-    rows = summary["rows"]
-    failed = summary["rows"] - summary["images"]
-    if check.passed and summary["images"]:
-        return
-    why = most_common({k: n for k, n in summary["outcomes"].items() if k != "success"})
-    allowed = f"download.max_failed allows {check.limit:.0%}"
-    if any(map(is_transient, summary["outcomes"])):
-        allowed += "; --retry-failed fetches those with transient failures again"
+def _failures(summary: Mapping[str, Any], limit: float) -> str:
+    outcomes = summary["outcomes"]
     examples = summary["data"]["examples"]
-    named = [
-        f"{r}: {examples[r][0]}"
-        for r, _ in Counter(summary["outcomes"]).most_common(4)
-        if r in examples
-    ]
-    allowed += f"; for example {', '.join(named)}" if named else ""
-    raise Failed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
+    why = most_common({reason: n for reason, n in outcomes.items() if reason != "success"})
+    allowed = f"download.max_failed allows {limit:.0%}"
+    if any(map(is_transient, outcomes)):
+        allowed += "; --retry-failed fetches those with transient failures again"
+    reasons = [reason for reason, _ in Counter(outcomes).most_common(4) if reason in examples]
+    named = ", ".join(f"{reason}: {examples[reason][0]}" for reason in reasons)
+    allowed += f"; for example {named}" if named else ""
+    failed = summary["rows"] - summary["images"]
+    return f"download: {failed:,} of {summary['rows']:,} rows failed ({why}); {allowed}"
 
 
 def most_common(reasons: Mapping[str, int]) -> str:

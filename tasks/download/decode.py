@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
@@ -65,7 +65,6 @@ class PixelBudget:
 #: The budget of this process.
 DECODING = PixelBudget()
 
-
 #: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders. An AVIF's
 #: decoder takes the memory of the coded frames, whatever size the file's boxes declare.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -77,10 +76,9 @@ MAX_SCANS = 100  # encoders write about 10
 OPENED = 8
 #: A TIFF's byte order -> its code in `struct`. BigTIFF, for files over 4 GB, is not accepted.
 BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
-WIDTH = 256
-LENGTH = 257
-TILE_WIDTH = 322
-TILE_LENGTH = 323  # TIFF tags
+#: TIFF tags of the width and the length of a picture, and of a tile.
+PICTURE_TAGS = (256, 257)
+TILE_TAGS = (322, 323)
 #: TIFF types of a number of pixels -> where it is in the entry's four bytes.
 SIZE_TYPES = {3: "H2x", 4: "I"}
 
@@ -108,7 +106,7 @@ class Header(NamedTuple):
         return self.width * self.height + self.tile
 
 
-def check_picture(body: bytes, max_pixels: int) -> Header:
+def read_header(body: bytes, max_pixels: int) -> Header:
     """The header of a picture.
 
     Raises:
@@ -191,18 +189,13 @@ def _tile_of_tiff(body: bytes) -> int:
     tags = [tag for tag, *_ in entries]
     if any(after <= before for before, after in pairwise(tags)):
         raise ValueError("its tags do not ascend")
-    sizes = {
-        tag: _pixels(order, kind, number, value)
-        for tag, kind, number, value in entries
-        if tag in (WIDTH, LENGTH, TILE_WIDTH, TILE_LENGTH)
-    }
-    return sizes.get(TILE_WIDTH, 0) * sizes.get(TILE_LENGTH, 0)
-
-
-def _pixels(order: str, kind: int, number: int, value: bytes) -> int:
-    if number != 1:
-        raise ValueError("a size of several numbers")
-    return int(struct.unpack(order + SIZE_TYPES[kind], value)[0])
+    sizes: dict[int, int] = {}
+    for tag, kind, number, value in entries:
+        if tag in PICTURE_TAGS + TILE_TAGS:
+            if number != 1:
+                raise ValueError("a size of several numbers")
+            (sizes[tag],) = struct.unpack(order + SIZE_TYPES[kind], value)
+    return math.prod(sizes.get(tag, 0) for tag in TILE_TAGS)
 
 
 @cache
@@ -282,15 +275,13 @@ def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
                 upright = to_rgb(upright)
             elif upright.mode not in PNG_MODES:
                 upright = upright.convert("RGB")
-            buffer = BytesIO()
-            if upright.mode in ("L", "RGB"):  # decoded again at once
-                upright.save(buffer, "PPM")
-            else:
-                upright.save(buffer, "PNG", compress_level=0)
+            buffer = BytesIO()  # decoded again at once
+            kind = "PPM" if upright.mode in ("L", "RGB") else "PNG"
+            upright.save(buffer, kind, compress_level=0)
             return Upright(buffer.getvalue(), *size)
     except MemoryError:
         raise
-    except Exception:  # any type, as in `check_picture`
+    except Exception:  # any type, as in `read_header`
         raise FetchFailed("not an image") from None
 
 
@@ -300,8 +291,7 @@ def _is_misread(image: Any) -> bool:
     Raises:
         ValueError: the values of its pixels have no known range.
     """
-    layouts = (repr(tile) for tile in image.tile)
-    is_deep = DEEP in image.mode or any(DEEP in layout for layout in layouts)
+    is_deep = DEEP in image.mode or any(DEEP in repr(tile) for tile in image.tile)
     if image.mode in ("F", "I") and not is_deep:
         raise ValueError(f"pixels of mode {image.mode}")  # of no known range
     if image.format == "TIFF":  # OpenCV gives colours that are multiplied by their opacity
@@ -398,22 +388,20 @@ class PictureResizer:
     """Resizes pictures in threads, within the memory of all decoders of the process."""
 
     def __init__(self, settings: Download) -> None:
-        resizer = img2dataset_resizer()
         self.settings = settings
-        sizes = (settings.image_size, settings.resize_mode, settings.only_if_bigger)
-        encoding = {
-            "encode_quality": settings.encode_quality,
-            "encode_format": settings.encode_format,
-        }
-        self._resize = resizer(
-            *sizes,
-            **encoding,
+        make = partial(
+            img2dataset_resizer(),
+            *(settings.image_size, settings.resize_mode, settings.only_if_bigger),
+            encode_quality=settings.encode_quality,
+            encode_format=settings.encode_format,
+        )
+        self._resize = make(
             min_image_size=settings.min_image_size,
             max_image_area=settings.max_pixels,
             max_aspect_ratio=settings.max_aspect_ratio,
         )
         #: For reduced pictures, whose own size was checked before.
-        self._resize_reduced = resizer(*sizes, **encoding)
+        self._resize_reduced = make()
 
     def resize(self, body: bytes) -> Resized | str:
         """The resized picture, or a failure reason.
@@ -432,7 +420,7 @@ class PictureResizer:
 
     def _resized(self, body: bytes, *, is_alone: bool) -> Resized | str:
         most = self.settings.max_pixels
-        header = check_picture(body, most)
+        header = read_header(body, most)
         scale = reduction(header, self.settings)
         if scale > 1 and (reason := self._refused(header)):
             return reason

@@ -16,23 +16,17 @@ from artifacts.records import write_atomic
 from artifacts.store import Store
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, shard_counts, worker_report
-from tasks.download.data_quality import most_common
+from tasks.download import shard
 from tasks.download.rows import Outage
-from tasks.download.shard import STAGE, Deferred, DownloadContext, download_shard, is_retried
 from tasks.download.shard_plan import ShardSpec
 
 #: Shards in progress per process. They share its connections, which one shard's end leaves idle.
 THREADS = 4
-
-
 #: Shards that a process defers in a row before the stage stops: all others would fare alike.
 MOST_DEFERRED = 8
 
-
 #: Run -> shards that this process has deferred since its last download of a shard.
 _in_a_row: Counter[str] = Counter()
-
-
 _in_a_row_lock = threading.Lock()
 
 
@@ -42,20 +36,23 @@ class DownloadShard(beam.DoFn):
     Raises Outage after MOST_DEFERRED deferred shards in a row; shards of the store do not count.
     """
 
-    def __init__(self, context: DownloadContext) -> None:
+    def __init__(self, context: shard.DownloadContext) -> None:
         self.context = context
         self.run = uuid4().hex
 
     def process(self, spec: ShardSpec) -> Iterator[str]:
-        result = download_shard(spec, self.context)
-        if isinstance(result, Deferred):
+        result = shard.download_shard(spec, self.context)
+        if isinstance(result, shard.Deferred):
             note = f"{self.context.notes}/{spec.key}.json"
             write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
-            self._count_deferred()
+            with _in_a_row_lock:
+                _in_a_row[self.run] += 1
+                if _in_a_row[self.run] >= MOST_DEFERRED:
+                    raise Outage(f"{MOST_DEFERRED} shards in a row")
         else:
             outcomes = result.meta["outcomes"]
             failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
-            fetched = result.meta["fetched"] if result.is_new else 0
+            fetched = result.meta["fetched"]
             counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
             report = worker_report(self.context.store, self.context.reports, self.run)
             report.add(spec.key, counts)
@@ -64,19 +61,13 @@ class DownloadShard(beam.DoFn):
                     del _in_a_row[self.run]
         yield spec.key
 
-    def _count_deferred(self) -> None:
-        with _in_a_row_lock:
-            _in_a_row[self.run] += 1
-            if _in_a_row[self.run] >= MOST_DEFERRED:
-                raise Outage(f"{MOST_DEFERRED} shards in a row")
-
 
 def run_pipeline(
     specs: Sequence[ShardSpec],
-    context: DownloadContext,
+    context: shard.DownloadContext,
     options: Mapping[str, Any],
     progress: Callable[[int, int, str], None],
-) -> list[Deferred]:
+) -> list[shard.Deferred]:
     """Download every shard into the store and return the deferred shards.
 
     Args:
@@ -94,16 +85,15 @@ def run_pipeline(
     _clear(store, context.notes)
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
-    dofn = DownloadShard(context)
-    known = (Outage,)
     try:
-        run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
+        run_linear(specs, DownloadShard(context), options, watch, threads=THREADS, known=(Outage,))
     except Outage:
         noted = _read_notes(store, context)
         raise Outage(
             f"download: stopped, since {MOST_DEFERRED} shards in a row were deferred after "
-            f"transient failures, {len(noted)} of {len(specs)} in all ({all_reasons(noted)}): "
-            "run again when the network or the hosts are back, or raise download.max_transient"
+            f"transient failures, {len(noted)} of {len(specs)} in all "
+            f"({shard.all_reasons(noted)}): run again when the network or the hosts are back, or "
+            "raise download.max_transient"
         ) from None
     finally:
         reports.clear()
@@ -112,27 +102,16 @@ def run_pipeline(
     return deferred
 
 
-def all_reasons(deferred: Sequence[Deferred]) -> str:
-    """The most common failure reasons of deferred shards, with their numbers of rows."""
-    reasons: Counter[str] = Counter()
-    for shard in deferred:
-        reasons.update(shard.reasons)
-    return most_common(reasons)
-
-
-def _read_notes(store: Store, context: DownloadContext) -> list[Deferred]:
+def _read_notes(store: Store, context: shard.DownloadContext) -> list[shard.Deferred]:
     """The deferred shards, without those that a repeated bundle has committed since."""
     paths = sorted(entry["name"] for entry in entries(store.fs, context.notes))
     notes = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
-    noted = [
-        Deferred(path.rpartition("/")[2].removesuffix(".json"), reasons)
-        for path, reasons in zip(paths, notes, strict=True)
-    ]
-    shards = store.committed_shards(STAGE, [deferred.key for deferred in noted])
+    keys = [path.rpartition("/")[2].removesuffix(".json") for path in paths]
+    present = store.committed_shards(shard.STAGE, keys)
     return [
-        deferred
-        for deferred, shard in zip(noted, shards, strict=True)
-        if shard is None or is_retried(shard.meta, context)
+        shard.Deferred(key, reasons)
+        for key, reasons, committed in zip(keys, notes, present, strict=True)
+        if committed is None or shard.is_retried(committed.meta, context)
     ]
 
 

@@ -109,9 +109,8 @@ def _of_process() -> tuple[http.BodyMemory, ThreadPoolExecutor]:
 
 @cache
 def _of_folder(folder: Path) -> tuple[politeness.HostLimits, politeness.RobotsCache]:
-    return politeness.HostLimits(folder / "hosts.lock"), politeness.RobotsCache(
-        folder / "robots.sqlite"
-    )
+    robots = politeness.RobotsCache(folder / "robots.sqlite")
+    return politeness.HostLimits(folder / "hosts.lock"), robots
 
 
 #: Product token (RFC 9309) of this program, unless the recipe sets a token.
@@ -143,14 +142,9 @@ class Fetcher:
         self.shared: Shared = shared(settings.max_connections)
         self.dead_hosts = politeness.DeadHosts(settings.max_host_failures)
         self.own_hosts = {host.lower() for host in served_at.allow_hosts}
-        limits = http.FetchLimits(
-            settings.max_bytes,
-            settings.timeout,
-            frozenset({host.lower() for host in settings.allow_hosts} | self.own_hosts),
-            frozenset(settings.allow_ports),
-        )
         self.token = (settings.user_agent_token or TOKEN).strip().lower()
-        self.client = http.SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
+        headers = {"User-Agent": user_agent(settings)}
+        self.client = http.SafeHttpClient(settings, self.own_hosts, headers)
         self._rules: dict[str, asyncio.Task[politeness.Rules]] = {}
         self._rows: Counter[str] = Counter()  # of the shard that have no outcome yet, by host
         self._requests: Counter[str] = Counter()  # of them that are being answered, by host
@@ -175,10 +169,8 @@ class Fetcher:
         Args:
             room: memory for the picture.
         """
-        if row.file:
-            fetched = await self._read_file(Path(row.file), room)
-        else:
-            fetched = await self._fetch(row, room)
+        read = self._read_file(Path(row.file), room) if row.file else self._fetch(row, room)
+        fetched = await read
         if row.sha256 is not None and digest_bytes(fetched.body) != row.sha256:
             raise http.FetchFailed("sha256 differs", attempts=fetched.attempts)
         return fetched
@@ -213,7 +205,9 @@ class Fetcher:
             except http.FetchFailed as failure:
                 is_requested = failure.reason not in http.NOT_REQUESTED
                 failure.attempts = attempt + is_requested
-                pause = self._pause(attempt, failure)
+                # Jitter: without it all rows retry an overloaded server at the same moment.
+                own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
+                pause = max(own, failure.wait)
                 is_last = not is_requested or attempt == self.settings.retries
                 is_last |= failure.wait > politeness.MAX_WAIT
                 if not failure.transient or is_last or self.clock.now() + pause >= deadline.at:
@@ -236,20 +230,11 @@ class Fetcher:
             await self.clock.sleep(pause * random.uniform(0.75, 1.25))
             pause *= 2
 
-    def _pause(self, attempt: int, failure: http.FetchFailed) -> float:
-        # Jitter: without it all rows retry an overloaded server at the same moment.
-        own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
-        return max(own, failure.wait)
-
     async def _request(
-        self,
-        url: str,
-        deadline: http.Deadline,
-        *,
-        room: http.Room | None = None,
-        is_robots: bool = False,
+        self, url: str, deadline: http.Deadline, *, room: http.Room | None
     ) -> tuple[bytes, MultiMapping[str]]:
-        """One request of a picture, or of a robots.txt, and its redirects."""
+        """One request of a picture and its redirects; without `room`, of a robots.txt."""
+        is_robots = room is None
         visited: list[http.Target] = []
         with self.dead_hosts.watch() as connects:
 
@@ -262,11 +247,9 @@ class Fetcher:
                     deadline.at += self.clock.now() - since
                     yield is_used_again
 
-            truncate = politeness.MAX_BYTES if is_robots else None
+            most = politeness.MAX_BYTES if is_robots else None
             try:
-                return await self.client.fetch(
-                    url, deadline, room=room, admit=admit, truncate=truncate
-                )
+                return await self.client.fetch(url, deadline, room=room, admit=admit, truncate=most)
             except (http.FetchFailed, OSError, MemoryError) as failure:
                 if room is not None:
                     room.free()  # before the pause: rows that wait for memory hold connections
@@ -323,16 +306,15 @@ class Fetcher:
     async def _read_robots(self, url: str) -> bytes:
         """The body of a robots.txt; empty if there is none (RFC 9309, 2.3.1)."""
         try:
-            return (await self._retried(partial(self._request, url, is_robots=True))).body
+            return (await self._retried(partial(self._request, url, room=None))).body
         except http.FetchFailed as failure:
             is_answer = failure.reason.startswith("http ") or failure.reason == "bad redirect"
             if is_answer and not failure.transient:
                 return b""
             if is_answer or failure.reason == http.BAD_ENCODING:
                 raise http.FetchFailed(http.NO_ROBOTS) from None
-            raise http.FetchFailed(
-                http.NO_ANSWER if failure.reason in politeness.SILENT else failure.reason
-            ) from None
+            reason = http.NO_ANSWER if failure.reason in politeness.SILENT else failure.reason
+            raise http.FetchFailed(reason) from None
 
 
 def user_agent(settings: Download) -> str:

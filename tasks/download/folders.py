@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import re
-import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,40 +29,12 @@ from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import DatasetSource, FolderSource
 from tasks.beam.workers import is_hub_id
-from tasks.download import lists
-from tasks.download.list_files import (
-    ListedFile,
-    below,
-    is_absent,
-    is_folder,
-    is_hidden,
-    is_pattern,
-    list_files,
-    open_file,
-    reading,
-    require_columns,
-)
-from tasks.download.rows import (
-    additional_of,
-    captions_of,
-    score_of,
-    shard_ends,
-    text_of,
-    text_of_file,
-)
+from tasks.download import lists, source_files
+from tasks.download.rows import shard_ends, text_of, text_of_file
 from tasks.download.tars import EXTENSIONS
 
 LOOPBACK = "127.0.0.1"
 Served = TypeVar("Served")
-
-
-def check_port(port: int) -> None:
-    """Raise Refused unless a server can listen on `port` of loopback; 0 selects a free port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _bind(lambda: probe.bind((LOOPBACK, port)), port)
-        # SO_REUSEADDR lets two sockets bind one port, but only one of them can listen.
-        _bind(probe.listen, port)
 
 
 @contextmanager
@@ -75,8 +46,14 @@ def serve_folder(
     Raises:
         Refused: the port is in use or needs privileges.
     """
-    handler = partial(_QuietHandler, directory=str(folder))
-    server: _Server = _bind(lambda: _Server((LOOPBACK, port), handler), port)
+    try:
+        server = _Server((LOOPBACK, port), partial(_QuietHandler, directory=str(folder)))
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges"
+        words = f"port {port} {why} on this machine: choose another, or 0 for a free one"
+        raise Refused(words, setting="source.port") from None
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
@@ -98,19 +75,6 @@ class _QuietHandler(SimpleHTTPRequestHandler):
         """Suppress the log line per request."""
 
 
-def _bind(bind: Callable[[], Any], port: int) -> Any:
-    try:
-        return bind()
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
-        why = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges"
-        raise Refused(
-            f"port {port} {why} on this machine: choose another, or 0 for a free one",
-            setting="source.port",
-        ) from None
-
-
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
 #: Behind a split's name in that of a file: its number among `of` files, or any number. Without
 #: separators, `v1` would read `v12.parquet`, and a name of 30 digits take minutes.
@@ -124,15 +88,11 @@ class Dataset(lists.Source):
         self.settings = settings
 
     def check(self) -> None:
-        file = self._files()[0].name
-        require_columns(
-            lists.named_columns(self.settings), lists.FORMATS["parquet"].columns(file), file
-        )
-        lists.require_text({"source.caption_column": self.settings.caption_column}, file)
+        lists.require_columns(self.settings, "parquet", self._files()[0].name)
 
     def pieces(self) -> Iterator[lists.Piece]:
         for file in self._files():
-            yield lists.Piece(lists.identity(self.settings, [file]), partial(self._rows, file.name))
+            yield lists.piece_of(self.settings, [file], partial(self._rows, file.name))
 
     def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         for file, wanted in _ascending(places):
@@ -147,27 +107,22 @@ class Dataset(lists.Source):
 
         def rows() -> Iterator[dict[str, Any]]:
             for number, values in parquet_rows(file, list(lists.named_columns(s).values())):
-                captions = captions_of(values[s.caption_column])
-                score = score_of(values.get(s.aesthetic_column or ""))
                 picture = self._picture(values[s.image_column])
-                more = additional_of(s.additional_columns, values)
-                yield lists.embedded_row(
-                    picture, lists.PictureLocation(file, number), captions, score, more
-                )
+                yield lists.embedded_row(picture, lists.PictureLocation(file, number), s, values)
 
         return lists.hash_rows(rows())
 
-    def _files(self) -> list[ListedFile]:
+    def _files(self) -> list[source_files.ListedFile]:
         path = self.settings.path
         split = self.settings.split
         if is_hub_id(path):
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
-        files = list_files(path, lists.FORMATS["parquet"].suffixes)
+        files = source_files.list_files(path, lists.FORMATS["parquet"].suffixes)
         fs, root = url_to_fs(path)
-        if [file.name for file in files] == [path] or is_pattern(fs, root):
+        if [file.name for file in files] == [path] or source_files.is_pattern(fs, root):
             return files
-        chosen = [f for f in files if _is_of_split(below(f.name, root), split)]
+        chosen = [f for f in files if _is_of_split(source_files.below(f.name, root), split)]
         if not chosen and root.rstrip("/").rpartition("/")[2] == split:
             return files
         if not chosen:
@@ -219,7 +174,7 @@ def parquet_rows(
     file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, values) of the rows in [start, stop); few are in memory at a time."""
-    with reading(file), open_file(file) as stream:
+    with source_files.reading(file), source_files.open_file(file) as stream:
         table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         counts = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
         ends = np.cumsum(counts, dtype=int)
@@ -249,8 +204,8 @@ log = logging.getLogger("kiln")
 class FolderFiles(NamedTuple):
     """The files of a folder of pictures."""
 
-    tables: dict[str, list[ListedFile]]  # metadata -> all files of its folder
-    captioned: list[ListedFile]  # the others, whose captions are beside them
+    tables: dict[str, list[source_files.ListedFile]]  # metadata -> all files of its folder
+    captioned: list[source_files.ListedFile]  # the others, whose captions are beside them
 
     @property
     def unread(self) -> list[str]:
@@ -280,16 +235,15 @@ class Folder(lists.Source):
         folder = self.settings.path
         for table in files.tables:
             columns = lists.FORMATS[METADATA[_own_name(table)]].columns(table)
-            require_columns(self.columns, columns, table)
+            source_files.require_columns(self.columns, columns, table)
         needs_table = self.settings.aesthetic_column or self.settings.additional_columns
         if needs_table and not files.tables:
-            scores = self.settings.aesthetic_column is not None
-            setting = "aesthetic_column" if scores else "additional_columns"
+            has_scores = self.settings.aesthetic_column is not None
+            setting = "aesthetic_column" if has_scores else "additional_columns"
             raise Refused(f"source.{setting}: {folder} has no {', '.join(METADATA)}")
         if not files.tables and not any(_has(f.name, *PICTURES) for f in files.captioned):
-            raise Refused(
-                f"{folder} has no pictures ({', '.join(PICTURES)})", setting="source.path"
-            )
+            why = f"{folder} has no pictures ({', '.join(PICTURES)})"
+            raise Refused(why, setting="source.path")
         if unread := files.unread:
             names = ", ".join(map(without_secrets, unread[:NAMED]))
             log.warning(
@@ -302,7 +256,7 @@ class Folder(lists.Source):
     def pieces(self) -> Iterator[lists.Piece]:
         files = self._files()
         for table, beside in files.tables.items():
-            yield lists.Piece(lists.identity(self.settings, beside), partial(self._listed, table))
+            yield lists.piece_of(self.settings, beside, partial(self._listed, table))
         # A picture and its text have one stem, in any case; a piece has all files of its stems.
         stems = [list(p) for _, p in groupby(files.captioned, lambda file: _folded(file.name))]
         prefixes = [int(digest_bytes(_folded(part[0].name).encode())[:8], 16) for part in stems]
@@ -310,19 +264,19 @@ class Folder(lists.Source):
         for start, end in zip([0, *ends], ends, strict=False):
             part = [file for files_of_stem in stems[start:end] for file in files_of_stem]
             if captions := _captions([file.name for file in part]):
-                yield lists.Piece(
-                    lists.identity(self.settings, part), partial(self._captioned, captions)
-                )
+                yield lists.piece_of(self.settings, part, partial(self._captioned, captions))
 
     def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         return (_bytes_at(place.file) for place in places)
 
     def _files(self) -> FolderFiles:
-        with reading(self.settings.path):
+        with source_files.reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
-            if not is_folder(fs, root):
+            if not source_files.is_folder(fs, root):
                 raise Refused(f"{self.settings.path}: no such folder", setting="source.path")
-        files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _folded(file.name))
+        files = sorted(
+            source_files.list_files(self.settings.path, ("",)), key=lambda file: _folded(file.name)
+        )
         folder_files = FolderFiles(_tables(file.name for file in files), [])
         folders = {_folder(table): table for table in folder_files.tables}
         for file in files:
@@ -334,9 +288,8 @@ class Folder(lists.Source):
         def rows() -> Iterator[dict[str, Any]]:
             for file, text in captions.items():
                 caption = text_of_file(_bytes_at(text) or b"").strip()
-                yield lists.embedded_row(
-                    _bytes_at(file), lists.PictureLocation(file, None), (caption,), None
-                )
+                place = lists.PictureLocation(file, None)
+                yield lists.embedded_row(_bytes_at(file), place, self.settings, None, caption)
 
         return lists.hash_rows(rows())
 
@@ -345,28 +298,24 @@ class Folder(lists.Source):
             hidden = 0
             for values in _rows(metadata, [*self.columns.values()]):
                 name = text_of(values.get("file_name"))
-                if is_hidden(name):
+                if source_files.is_hidden(name):
                     hidden += 1
                     continue
                 if name.startswith("/") or ".." in name.split("/") or "://" in name:
                     raise Refused(f"source: {metadata}: file_name {name!r} leads out of the folder")
                 file = f"{_folder(metadata)}/{name}"
                 picture = _bytes_at(file) if name else None
-                captions = captions_of(values.get(self.settings.caption_column))
-                score = score_of(values.get(self.settings.aesthetic_column or ""))
-                more = additional_of(self.settings.additional_columns, values)
-                yield lists.embedded_row(
-                    picture, lists.PictureLocation(file, None), captions, score, more
-                )
+                place = lists.PictureLocation(file, None)
+                yield lists.embedded_row(picture, place, self.settings, values)
             if hidden:
                 words = "source: %s: %d lines name hidden files, which are no rows"
                 log.warning(words, without_secrets(metadata), hidden)
 
-        with reading(metadata):
+        with source_files.reading(metadata):
             yield from lists.hash_rows(rows())
 
 
-def _tables(names: Iterable[str]) -> dict[str, list[ListedFile]]:
+def _tables(names: Iterable[str]) -> dict[str, list[source_files.ListedFile]]:
     """The tables among the files, without those in a folder that a table above describes."""
     order = [*METADATA]
     tables = [name for name in names if _own_name(name) in METADATA]
@@ -431,13 +380,13 @@ def _folded(name: str) -> str:
 
 
 def _bytes_at(file: str) -> bytes | None:
-    with reading(file):
+    with source_files.reading(file):
         try:
-            with open_file(file) as stream:
+            with source_files.open_file(file) as stream:
                 return bytes(stream.read())
         except IsADirectoryError:
             return None
         except FileNotFoundError as error:
-            if not is_absent(file, error):
+            if not source_files.is_absent(file, error):
                 raise
             return None

@@ -19,13 +19,13 @@ import threading
 import time
 import urllib.parse
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -34,6 +34,7 @@ from multidict import MultiMapping
 from yarl import URL
 
 from artifacts.errors import is_full, shortage
+from configs.settings.data import Download
 
 #: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
 NO_ANSWER = "host does not answer"
@@ -87,8 +88,6 @@ def as_fetch_failed() -> Iterator[None]:
         yield
     except FetchFailed as failure:
         raise FetchFailed(failure.reason, failure.wait, failure.attempts) from None
-    except (aiohttp.InvalidURL, UnicodeError):
-        raise FetchFailed("bad url") from None
     except aiohttp.ClientConnectorCertificateError as error:
         raise FetchFailed(_reason(error.certificate_error)) from None
     except OSError as error:
@@ -96,23 +95,16 @@ def as_fetch_failed() -> Iterator[None]:
         if is_of_machine(cause):
             raise cause from None
         raise FetchFailed(_reason(cause)) from None
+    except ValueError:  # also aiohttp's errors of URLs
+        raise FetchFailed("bad url") from None
     except aiohttp.ClientError:
         # An early close is indistinguishable from a server that does not speak HTTP.
         raise FetchFailed("connection broken") from None
-    except ValueError:
-        raise FetchFailed("bad url") from None
 
 
 def is_of_machine(error: OSError) -> bool:
     """Whether this machine lacks what a fetch needs: descriptors, ports, memory or disk."""
     return shortage(error) is not None or is_full(error)
-
-
-def status_failure(status: int, headers: Mapping[str, str]) -> FetchFailed:
-    """The failure of a response without a picture."""
-    if 300 <= status < 400:
-        return FetchFailed("bad redirect")
-    return FetchFailed(f"http {status}", _retry_after(headers))
 
 
 def _reason(error: Exception) -> str:
@@ -179,26 +171,22 @@ class Room:
         self.size = 0
         self.is_grown = False
 
-    async def reserve(self, size: int | None) -> float:
-        """Reserve a body's bytes instead of those of an earlier attempt; the seconds waited."""
-        since = time.monotonic()
+    async def reserve(self, size: int | None) -> None:
+        """Reserve a body's bytes instead of those of an earlier attempt."""
         self.free()
         size = self.memory.unknown if size is None else size
         await self.memory.reserve(size)
         self.size = size
-        return time.monotonic() - since
 
-    async def grow(self, size: int) -> float:
-        """Reserve `size` bytes in all for a body that is being read; the seconds waited.
+    async def grow(self, size: int) -> None:
+        """Reserve `size` bytes in all for a body that is being read.
 
         It does not wait for free memory: bodies that do so with a part of theirs wait in a ring.
         """
-        since = time.monotonic()
         await self.memory.growth.acquire()
         self.is_grown = True
         self.memory.used += size - self.size
         self.size = size
-        return time.monotonic() - since
 
     def free(self) -> None:
         """Free the bytes."""
@@ -236,16 +224,6 @@ PACKED = ("gzip", "x-gzip", "deflate")
 ZLIB_OR_GZIP = 47  # zlib's window bits that recognize both headers
 #: Seconds for which a connection waits for another request of its host; Apache closes it after 5.
 KEEP_ALIVE = 4.0
-
-
-@dataclass(frozen=True)
-class FetchLimits:
-    """Limits of each fetch, and the hosts and ports that it may reach."""
-
-    max_bytes: int
-    timeout: float  # seconds per name lookup, per connect and per read
-    allow_hosts: frozenset[str] = frozenset()  # host or host:port: any address, any port
-    allow_ports: frozenset[int] = frozenset((80, 443))  # of all other hosts
 
 
 class Target(NamedTuple):
@@ -292,18 +270,30 @@ _connecting: ContextVar[Connecting] = ContextVar("connecting")
 Admit = Callable[[Target, Deadline], AbstractAsyncContextManager[bool]]
 
 
-class SafeHttpClient:
-    """A client of one event loop; use it as an asynchronous context manager."""
+#: The context of all clients: to read the certificates takes milliseconds.
+_tls = cache(ssl.create_default_context)
 
-    def __init__(self, limits: FetchLimits, headers: dict[str, str]) -> None:
-        self.limits = limits
+
+class SafeHttpClient:
+    """A client of one event loop; use it as an asynchronous context manager.
+
+    Args:
+        own_hosts: host or host:port of this stage's servers, allowed beside those of the settings.
+        headers: of each request.
+    """
+
+    def __init__(
+        self, settings: Download, own_hosts: Collection[str], headers: dict[str, str]
+    ) -> None:
+        self.settings = settings
+        self.allow_hosts = {host.lower() for host in (*settings.allow_hosts, *own_hosts)}
         self.headers = {"Accept-Encoding": "identity", **headers}
 
     async def __aenter__(self) -> SafeHttpClient:
-        limits = self.limits
+        timeout = self.settings.timeout
         connector = aiohttp.TCPConnector(
-            resolver=_Resolver(limits.timeout),
-            socket_factory=self._checked_socket,
+            resolver=_Resolver(timeout),
+            socket_factory=self._permitted_socket,
             ssl=_tls(),
             limit=0,  # callers limit the connections
             keepalive_timeout=KEEP_ALIVE,
@@ -311,9 +301,7 @@ class SafeHttpClient:
         self.session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=limits.timeout, sock_read=limits.timeout
-            ),
+            timeout=aiohttp.ClientTimeout(sock_connect=timeout, sock_read=timeout),
             auto_decompress=False,
             request_class=_Request,
             max_line_size=MAX_HEADER,
@@ -369,22 +357,26 @@ class SafeHttpClient:
         ):
             if response.status in REDIRECTS:
                 return _redirected(target, response)
+            if 300 <= response.status < 400:
+                raise FetchFailed("bad redirect")
             if not 200 <= response.status < 300:
-                raise status_failure(response.status, response.headers)
+                raise FetchFailed(f"http {response.status}", _retry_after(response.headers))
             size = response.content_length
-            if truncate is None and size is not None and size > self.limits.max_bytes:
+            if truncate is None and size is not None and size > self.settings.max_bytes:
                 raise FetchFailed("too large")
 
-            async def waited(reserved: Awaitable[float]) -> None:
+            async def waited(reserved: Awaitable[None]) -> None:
                 limit.reschedule(None)  # a wait for memory is not the server's fault
-                deadline.at += await reserved
+                since = time.monotonic()
+                await reserved
+                deadline.at += time.monotonic() - since
                 limit.reschedule(deadline.at)
 
             if room is not None:
                 await waited(room.reserve(size))
             body = await self._read_body(response, truncate, room, waited)
             if (coding := response.headers.get("Content-Encoding", "").strip().lower()) in PACKED:
-                most = self.limits.max_bytes
+                most = self.settings.max_bytes
                 if room is not None and not room.is_grown:
                     await waited(room.grow(most))
                 body = await asyncio.to_thread(_unpacked, body, most, truncate)
@@ -397,7 +389,7 @@ class SafeHttpClient:
         self, target: Target, headers: dict[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response of a request, before its body is read."""
-        is_allowed = bool({target.host, target.name} & self.limits.allow_hosts)
+        is_allowed = bool({target.host, target.name} & self.allow_hosts)
         connecting = Connecting(is_allowed)
         _connecting.set(connecting)
         url = URL(target.url, encoded=True)
@@ -415,20 +407,20 @@ class SafeHttpClient:
         response: aiohttp.ClientResponse,
         truncate: int | None,
         room: Room | None,
-        waited: Callable[[Awaitable[float]], Awaitable[None]],
+        waited: Callable[[Awaitable[None]], Awaitable[None]],
     ) -> bytes:
         body = bytearray()
         async for chunk in response.content.iter_any():
-            if room is not None and room.size < len(body) + len(chunk) <= self.limits.max_bytes:
-                await waited(room.grow(self.limits.max_bytes))
+            if room is not None and room.size < len(body) + len(chunk) <= self.settings.max_bytes:
+                await waited(room.grow(self.settings.max_bytes))
             body += chunk
             if truncate is not None and len(body) >= truncate:
                 return bytes(body[:truncate])
-            if len(body) > self.limits.max_bytes:
+            if len(body) > self.settings.max_bytes:
                 raise FetchFailed("too large")
         return bytes(body)
 
-    def _checked_socket(self, info: Any) -> socket.socket:
+    def _permitted_socket(self, info: Any) -> socket.socket:
         """The socket of a connection, if its address and port are permitted."""
         family, kind, protocol, _, address = info
         connecting = _connecting.get()
@@ -436,7 +428,7 @@ class SafeHttpClient:
             if not connecting.is_allowed:
                 if not is_public(str(address[0])):
                     raise RefusedAddress("refused address")
-                if address[1] not in self.limits.allow_ports:
+                if address[1] not in self.settings.allow_ports:
                     raise RefusedAddress("refused port")
             return _Socket(family, kind, protocol, connecting=connecting)
         except OSError as error:
@@ -507,17 +499,16 @@ def parse_url(url: str) -> Target:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if not host.isascii():
             host = host.encode("idna").decode().lower()
-        with suppress(OSError):  # 2130706433 and 127.1 are addresses too
-            host = socket.inet_ntoa(socket.inet_aton(host)) if _is_number(host) else host
-        path, query = (
-            urllib.parse.quote(part, safe=SAFE, errors="surrogateescape")
-            for part in (parts.path or "/", parts.query)
-        )
+        if host.replace(".", "").isdigit():
+            with suppress(OSError):  # 2130706433 and 127.1 are addresses too
+                host = socket.inet_ntoa(socket.inet_aton(host))
+        quote = partial(urllib.parse.quote, safe=SAFE, errors="surrogateescape")
+        path = quote(parts.path or "/")
         userinfo, at, _ = parts.netloc.rpartition("@")
         basic = base64.b64encode(urllib.parse.unquote_to_bytes(userinfo)).decode()
         authorization = f"Basic {basic}" if at else None
         address = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
-        plain = urllib.parse.urlunsplit((parts.scheme, address, path, query, ""))
+        plain = urllib.parse.urlunsplit((parts.scheme, address, path, quote(parts.query), ""))
         return Target(plain, parts.scheme, host, port, authorization)
 
 
@@ -533,10 +524,6 @@ def _unpacked(body: bytes, max_bytes: int, truncate: int | None) -> bytes:
     return content[:limit]
 
 
-def _is_number(host: str) -> bool:
-    return host.replace(".", "").isdigit()
-
-
 def _redirected(target: Target, response: aiohttp.ClientResponse) -> Target:
     """The target of a redirect, which does not receive the credentials."""
     location = response.headers.get("Location")
@@ -544,11 +531,6 @@ def _redirected(target: Target, response: aiohttp.ClientResponse) -> Target:
         raise FetchFailed("bad redirect")
     following = parse_url(urllib.parse.urljoin(target.url, location))
     return following._replace(authorization=None)
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 class _Resolver(AbstractResolver):

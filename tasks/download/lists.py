@@ -31,16 +31,20 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.base_section import Section
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
-from tasks.download.list_files import ListedFile, located, open_file, reading, require_columns
+from tasks.download import source_files
 from tasks.download.rows import (
     COLUMNS,
     HASHED,
+    additional_of,
     canonical_additional,
+    captions_of,
     integer,
     literal,
     row_hash,
+    score_of,
     text_of,
 )
+from tasks.download.source_files import ListedFile, located, open_file, reading
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24
@@ -76,7 +80,7 @@ def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, str]]:
 def json_rows(file: str) -> Iterator[dict[str, Any]]:
     """The JSON object of each line; an empty object for a malformed line."""
     with _open_text(file) as stream:
-        yield from (_json_object(line) for line in _lines(stream) if line.strip())
+        yield from map(_json_object, filter(str.strip, _lines(stream)))
 
 
 def json_lines(file: str) -> Iterator[dict[str, str]]:
@@ -85,11 +89,10 @@ def json_lines(file: str) -> Iterator[dict[str, str]]:
     DuckDB refuses unpaired surrogates, which are replaced.
     """
     with _open_text(file) as stream:
-        for line in _lines(stream):
-            if line.strip():
-                if SURROGATE.search(line):
-                    line = text_of(json.dumps(_json_object(line), ensure_ascii=False))
-                yield {"json": line}
+        for line in filter(str.strip, _lines(stream)):
+            if SURROGATE.search(line):
+                line = text_of(json.dumps(_json_object(line), ensure_ascii=False))
+            yield {"json": line}
 
 
 def text_rows(file: str) -> Iterator[dict[str, str]]:
@@ -98,12 +101,6 @@ def text_rows(file: str) -> Iterator[dict[str, str]]:
         for line in _lines(stream):
             if url := line.strip(BLANK):
                 yield {"url": url if len(line) < MAX_LINE else ""}
-
-
-def first_byte(file: str) -> bytes:
-    """The first byte that is no blank."""
-    with _open_text(file) as stream:
-        return stream.read(BUFFER).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
 
 @contextmanager
@@ -121,7 +118,7 @@ def _open_text(file: str) -> Iterator[IO[bytes]]:
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
     """The lines of UTF-8 text without the byte order mark, each cut to MAX_LINE."""
-    mark = b"\xef\xbb\xbf"
+    mark = codecs.BOM_UTF8
     is_start = True
     while line := stream.readline(MAX_LINE):
         if is_start:
@@ -197,10 +194,10 @@ COMPRESSIONS = ("", ".gz", ".zst")
 OWN_COLUMNS = "hive_partitioning = false"
 #: Column of a plan -> the setting that names the list's column.
 SETTINGS = {
-    "url": "source.url_column",
-    "captions": "source.caption_column",
-    "sha256": "source.sha256_column",
-    "aesthetic_score": "source.aesthetic_column",
+    "url": "url_column",
+    "captions": "caption_column",
+    "sha256": "sha256_column",
+    "aesthetic_score": "aesthetic_column",
 }
 NUMBERS = {f"{u}{n}INT" for u in ("", "U") for n in ("TINY", "SMALL", "BIG", "HUGE")} | {
     *("INTEGER", "UINTEGER", "FLOAT", "DOUBLE", "BOOLEAN")
@@ -222,47 +219,32 @@ class MalformedList(Refused):
     """DuckDB refuses a text file, such as one with a malformed line."""
 
 
-def read_list(
-    file: str,
-    format: ListFormat,
-    columns: Mapping[str, str | None],
-    base_url: str | None,
-    additional: Sequence[str],
-) -> Iterator[pa.Table]:
+def read_list(file: str, source: UrlSource) -> Iterator[pa.Table]:
     """Tables of HASHED, in the order of the file.
-
-    Args:
-        columns: `url`, `captions`, `sha256` and `aesthetic_score` -> the file's column or None.
-        additional: further columns to keep.
 
     Raises:
         MalformedList: DuckDB refuses a text file, perhaps after some tables.
         Refused: the file cannot be read.
     """
+    format = FORMATS[source.format]
     with reading(file), connection(file) as (db, path):
         try:
-            table = format.table(file, path)
-            yield from _read(db, format, table, columns, base_url, additional, file)
+            yield from _read(db, source, format.table(file, path), file)
         except (duckdb.Error, pa.ArrowException, OSError) as error:  # also by an Arrow stream
             if format.tolerant is None:
                 raise
             raise MalformedList(f"source: {file}: {one_line(error)}") from None
 
 
-def read_malformed_list(
-    file: str,
-    format: ListFormat,
-    columns: Mapping[str, str | None],
-    base_url: str | None,
-    additional: Sequence[str],
-) -> Iterator[pa.Table]:
+def read_malformed_list(file: str, source: UrlSource) -> Iterator[pa.Table]:
     """As `read_list`, but Python finds the lines; a malformed line is a row with empty values.
 
     All rows come from this reader: the two readers number the rows of some files differently.
     """
+    format = FORMATS[source.format]
     assert format.tolerant is not None
     table = "lines"
-    texts = dict.fromkeys((*filter(None, columns.values()), *additional))
+    texts = dict.fromkeys(named_columns(source).values())
     if format.is_json:  # DuckDB reads the values, too: Python writes 1e30 and true in other ways
         valid = "if(json_type(try_cast(json as json)) = 'OBJECT', json, '{}')"
         table = f"(select {valid} as json from lines)"
@@ -271,21 +253,25 @@ def read_malformed_list(
     with reading(file), _cursor() as db:
         for lines in _batches(format.tolerant(file), lambda line: line.values()):
             db.register("lines", pa.Table.from_pylist(lines, schema=schema))
-            yield from _read(db, format, table, columns, base_url, additional, file)
+            yield from _read(db, source, table, file)
 
 
 def _read(
-    db: duckdb.DuckDBPyConnection,
-    format: ListFormat,
-    table: str,
-    columns: Mapping[str, str | None],
-    base_url: str | None,
-    additional: Sequence[str],
-    file: str,
+    db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file: str
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, made from a table with columns of any types."""
-    selected = _selected(db, format, table, columns, additional, file)
-    yield from (_hashed_with_additional if additional else _hashed)(db, selected, base_url)
+    selected = _selected(db, source, table, file)
+    if not source.additional_columns:
+        yield from _hashed(db, selected, source.base_url)
+        return
+    place = COLUMNS.get_field_index("additional")
+    with _cursor() as hashing:  # Python writes the canonical form of further columns
+        for batch in db.sql(selected).to_arrow_reader(BATCH):
+            texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
+            rows = pa.Table.from_batches([batch]).cast(COLUMNS)
+            rows = rows.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
+            hashing.register("listed", rows)
+            yield from _hashed(hashing, "select * from listed", source.base_url)
 
 
 def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
@@ -293,8 +279,8 @@ def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> It
     canonical = ({**row, "additional": canonical_additional(row.get("additional"))} for row in rows)
     with _cursor() as db:
         for batch in _batches(canonical, lambda row: [*row["captions"], row["additional"] or ""]):
-            db.register("given", pa.Table.from_pylist(batch, schema=COLUMNS))
-            yield from _hashed(db, "select * from given", base_url)
+            db.register("listed", pa.Table.from_pylist(batch, schema=COLUMNS))
+            yield from _hashed(db, "select * from listed", base_url)
 
 
 def _batches(
@@ -425,20 +411,6 @@ def _hashed(
         yield pa.Table.from_batches([batch]).cast(HASHED)
 
 
-def _hashed_with_additional(
-    db: duckdb.DuckDBPyConnection, selected: str, base_url: str | None
-) -> Iterator[pa.Table]:
-    """As `_hashed`, with further columns in their canonical form, which Python writes."""
-    place = COLUMNS.get_field_index("additional")
-    with _cursor() as hashing:
-        for batch in db.sql(selected).to_arrow_reader(BATCH):
-            texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
-            table = pa.Table.from_batches([batch]).cast(COLUMNS)
-            table = table.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
-            hashing.register("given", table)
-            yield from _hashed(hashing, "select * from given", base_url)
-
-
 class _Values(NamedTuple):
     """SQL of a row's values in a table."""
 
@@ -447,23 +419,24 @@ class _Values(NamedTuple):
     binary: frozenset[str] = frozenset()  # columns of a plan whose values are bytes
 
 
-def _selected(
-    db: duckdb.DuckDBPyConnection,
-    format: ListFormat,
-    table: str,
-    columns: Mapping[str, str | None],
-    additional: Sequence[str],
-    file: str,
-) -> str:
+def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file: str) -> str:
     """SQL of the rows of COLUMNS in a table of any types."""
+    format = FORMATS[source.format]
+    additional = source.additional_columns
+    columns = {name: getattr(source, setting) for name, setting in SETTINGS.items()}
     named = {name: column for name, column in columns.items() if column is not None}
     if format.is_json:
         values = _json_values(named, additional)
     else:
         types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
-        _refuse_names_by_case([*named.values(), *additional], types, format, file)
-        require_columns({SETTINGS[name]: named[name] for name in named}, [*types], file)
-        require_columns(additional_settings(additional), [*types], file)
+        absent = {*named.values(), *additional} - types.keys()
+        # DuckDB, which ignores case, has one of two names that differ by it under another name.
+        if absent and (renamed := sorted(absent & set(format.columns(file)))):
+            raise Refused(
+                f"source: {file} has another column {renamed[0]!r} in other case: rename one of "
+                "them"
+            )
+        source_files.require_columns(named_columns(source), [*types], file)
         values = _typed_values(named, additional, types)
         if format.tolerant is not None:  # Python's csv reader knows no null
             kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
@@ -489,17 +462,6 @@ def _selected(
     """
 
 
-def _refuse_names_by_case(
-    wanted: Iterable[str], types: Mapping[str, str], format: ListFormat, file: str
-) -> None:
-    """Raise Refused for a column that DuckDB, which ignores case, has under another name."""
-    absent = set(wanted) - types.keys()
-    if absent and (renamed := sorted(absent & set(format.columns(file)))):
-        raise Refused(
-            f"source: {file} has another column {renamed[0]!r} in other case: rename one of them"
-        )
-
-
 def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values:
     """SQL of values in the column `json` of objects; a caption alone becomes a list."""
     values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
@@ -508,9 +470,8 @@ def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values
         kind = f"json_type(json, {literal(path)})"
         items = literal(f"{path}[*]")
         # What is no text, as an object, would otherwise be trained on as JSON.
-        texts = (
-            f"list_filter(json_extract(json, {items}), lambda c: not {_is_nested('json_type(c)')})"
-        )
+        is_nested = _is_nested("json_type(c)")
+        texts = f"list_filter(json_extract(json, {items}), lambda c: not {is_nested})"
         many = f"list_transform({texts}, lambda c: json_extract_string(c, '$'))"
         caption = values["captions"]
         no_number = f"{caption} = 'NaN' and {kind} = 'DOUBLE'"
@@ -535,10 +496,8 @@ def _typed_values(
         values["captions"] = f"[{caption}]"
     if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
         values["aesthetic_score"] += "::varchar"
-    kept = {
-        name: _decoded(_quoted(name)) if types[name] == "BLOB" else _quoted(name)
-        for name in additional
-    }
+    kept = {name: _quoted(name) for name in additional}
+    kept |= {name: _decoded(kept[name]) for name in additional if types[name] == "BLOB"}
     binary = frozenset(name for name in named if types[named[name]].startswith("BLOB"))
     return _Values(values, kept, binary)
 
@@ -576,31 +535,28 @@ def _digest(value: str, binary: bool) -> str:
     return f"if(octet_length({value}) = 32, hex({value}), {text})" if binary else text
 
 
-def additional_settings(columns: Sequence[str]) -> dict[str, str]:
-    """{setting: column} of the columns that source.additional_columns names."""
-    return {f"source.additional_columns.{n}": column for n, column in enumerate(columns)}
-
-
 def _packed(*suffixes: str) -> tuple[str, ...]:
     return tuple(suffix + end for suffix in suffixes for end in COMPRESSIONS)
 
 
-def _parquet_columns(file: str) -> list[str]:
-    return list(_parquet_schema(file).names)
-
-
-def require_text(wanted: Mapping[str, str], file: str) -> None:
-    """Raise Refused unless each column of {setting: column} of a parquet file can be text.
+def require_columns(settings: UrlSource | DatasetSource, format: str, file: str) -> None:
+    """Raise Refused unless a list has the configured columns, and text in those of text.
 
     Captions may be lists of text.
     """
+    named = named_columns(settings)
+    source_files.require_columns(named, FORMATS[format].columns(file), file)
+    if format != "parquet":
+        return
     schema = _parquet_schema(file)
-    for setting, column in wanted.items():
-        kind = schema.field(column).type
-        is_caption = setting == SETTINGS["captions"]
+    for setting in ("source.url_column", "source.caption_column"):
+        if setting not in named:
+            continue
+        kind = schema.field(named[setting]).type
+        is_caption = setting == "source.caption_column"
         if pa.types.is_nested(getattr(kind, "value_type", kind) if is_caption else kind):
             raise Refused(
-                f"{file}: column {column!r} holds {kind!s:.100}, not text: write the "
+                f"{file}: column {named[setting]!r} holds {kind!s:.100}, not text: write the "
                 "text to a column of its own",
                 setting=setting,
             )
@@ -611,10 +567,6 @@ def _parquet_schema(file: str) -> pa.Schema:
 
     with reading(file), open_file(file) as stream:
         return pq.ParquetFile(stream).schema_arrow
-
-
-def _parquet_table(file: str, path: str) -> str:
-    return f"read_parquet({literal(path)}, {OWN_COLUMNS})"
 
 
 def _csv(delimiter: str, *suffixes: str) -> ListFormat:
@@ -636,35 +588,33 @@ def _csv(delimiter: str, *suffixes: str) -> ListFormat:
     return ListFormat(_packed(*suffixes), columns, table, tolerant=rows)
 
 
-def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
+def _json(*suffixes: str, is_lines: bool) -> ListFormat:
     """JSON objects: one for each line, or an array of them."""
+    kind = "newline_delimited" if is_lines else "array"
 
     def columns(file: str) -> list[str]:
         with reading(file), connection(file) as (db, path):
-            if first_byte(file) == (b"[" if is_lines else b"{"):
+            with _open_text(file) as stream:
+                start = stream.read(BUFFER).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+            if start == (b"[" if is_lines else b"{"):
                 words = "json, not jsonl" if is_lines else "jsonl, not json"
                 raise Refused(
                     f"source: {file} looks like {words}: change source.format, or convert the file"
                 )
-            first = next(json_rows(file), {}) if is_lines else _keys(db, table(file, path))
-        if not first:
+            if is_lines:
+                names = list(next(json_rows(file), {}))
+            else:
+                keys = f"select json_keys(json) from {table(file, path)} limit 1"
+                names = [name for row in db.execute(keys).fetchall() for name in row[0]]
+        if not names:
             raise Refused(f"source: {file}: its first line is not a JSON object")
-        return list(first)
+        return names
 
     def table(file: str, path: str) -> str:
         return f"read_json_objects({literal(path)}, format = {literal(kind)}, {OWN_COLUMNS})"
 
     tolerant = json_lines if is_lines else None
     return ListFormat(_packed(*suffixes), columns, table, is_json=True, tolerant=tolerant)
-
-
-def _keys(db: duckdb.DuckDBPyConnection, table: str) -> list[str]:
-    row = db.execute(f"select json_keys(json) from {table} limit 1").fetchone()
-    return list(row[0]) if row else []
-
-
-def _text_columns(file: str) -> list[str]:
-    return ["url"]
 
 
 def _text_table(file: str, path: str) -> str:
@@ -677,12 +627,16 @@ def _text_table(file: str, path: str) -> str:
 
 #: The setting source.format -> the format.
 FORMATS = {
-    "parquet": ListFormat((".parquet",), _parquet_columns, _parquet_table),
+    "parquet": ListFormat(
+        (".parquet",),
+        lambda file: list(_parquet_schema(file).names),
+        lambda _, path: f"read_parquet({literal(path)}, {OWN_COLUMNS})",
+    ),
     "csv": _csv(",", ".csv"),
     "tsv": _csv("\t", ".tsv", ".tab"),
-    "jsonl": _json("newline_delimited", ".jsonl", ".ndjson", is_lines=True),
-    "json": _json("array", ".json", is_lines=False),
-    "txt": ListFormat(_packed(".txt"), _text_columns, _text_table, tolerant=text_rows),
+    "jsonl": _json(".jsonl", ".ndjson", is_lines=True),
+    "json": _json(".json", is_lines=False),
+    "txt": ListFormat(_packed(".txt"), lambda _: ["url"], _text_table, tolerant=text_rows),
 }
 
 
@@ -693,13 +647,15 @@ class ServedAt(NamedTuple):
     allow_hosts: tuple[str, ...] = ()  # host or host:port with a private address
 
 
+Reader = Callable[[], Iterator[pa.Table]]  # tables of HASHED
+
+
 class Piece(NamedTuple):
     """Consecutive rows of a source, such as a file: read again only if it changed."""
 
     identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
-    read: Callable[[], Iterator[pa.Table]]  # tables of HASHED; Refused, MalformedList
-    #: Reads all rows after a MalformedList.
-    read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
+    read: Reader  # raises Refused, MalformedList
+    read_malformed: Reader = lambda: iter(())  # of all rows, after a MalformedList
 
 
 class PictureLocation(NamedTuple):
@@ -735,26 +691,39 @@ def named_columns(
 ) -> dict[str, str]:
     """{setting: column} of the columns that are configured."""
     named = {f"source.{name}": value for name, value in settings if name.endswith("_column")}
-    chosen = {setting: column for setting, column in named.items() if column is not None}
-    return chosen | additional_settings(settings.additional_columns)
+    more = enumerate(settings.additional_columns)
+    named |= {f"source.additional_columns.{n}": column for n, column in more}
+    return {setting: column for setting, column in named.items() if column is not None}
 
 
-def identity(settings: Section, files: list[ListedFile]) -> str:
-    """Identity of the piece of some files, from the settings and the files' names and stamps."""
+def piece_of(settings: Section, files: list[ListedFile], *read: Reader) -> Piece:
+    """The piece of some files, identified by the settings and the files' names and stamps."""
     meaning = settings.model_dump(mode="json", exclude={"path", "port"})
-    return digest_json([meaning, *(file.stamp for file in files)])
+    return Piece(digest_json([meaning, *(file.stamp for file in files)]), *read)
 
 
 def embedded_row(
     picture: bytes | None,
     place: PictureLocation,
-    captions: tuple[str, ...],
-    score: float | None,
-    additional: str | None = None,
+    settings: FolderSource | DatasetSource | TarsSource,
+    values: Mapping[str, Any] | None,
+    caption: str | None = None,
 ) -> dict[str, Any]:
-    """The row of COLUMNS of a picture in the source, identified by its content."""
-    row: dict[str, Any] = {"url": "", "captions": captions, "aesthetic_score": score}
-    row["additional"] = additional
+    """The row of COLUMNS of a picture in the source, identified by its content.
+
+    Args:
+        values: those of the row's columns; None: no table describes the picture.
+        caption: the caption, if it is not among the values.
+    """
+    columns = settings.additional_columns
+    named = values or {}
+    text = named.get(settings.caption_column or "") if caption is None else caption
+    row: dict[str, Any] = {
+        "url": "",
+        "captions": captions_of(text),
+        "aesthetic_score": score_of(named.get(settings.aesthetic_column or "")),
+        "additional": None if values is None else additional_of(columns, values),
+    }
     if picture is None:
         return row
     sha256 = digest_bytes(picture)

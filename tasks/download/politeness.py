@@ -12,6 +12,7 @@ header X-Robots-Tag a web host opts out of training.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -22,14 +23,6 @@ import urllib.parse
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    asynccontextmanager,
-    closing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,14 +72,14 @@ class HostLimits:
         self._queues: dict[tuple[str, int], _Queue] = {}
         self._asked_to_wait: dict[str, float] = {}  # host -> time of the next request
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def turn(
         self,
         host: str,
         connections: int,
         rate: float | None = None,
         delay: float = 0.0,
-        connection: AbstractAsyncContextManager[None] | None = None,
+        connection: contextlib.AbstractAsyncContextManager[None] | None = None,
     ) -> AsyncIterator[None]:
         """Hold one of the host's slots.
 
@@ -114,7 +107,7 @@ class HostLimits:
             raise
         try:
             offset = await self._lock_slot(host, connections)
-            async with self._as_asked(host, connection or nullcontext()):
+            async with self._as_asked(host, connection or contextlib.nullcontext()):
                 until = self.clock.now() + max(delay, connections / rate if rate else 0.0)
                 yield
         except FetchFailed as failure:
@@ -132,9 +125,9 @@ class HostLimits:
             self._asked_to_wait = {h: t for h, t in self._asked_to_wait.items() if t > now}
             self._asked_to_wait[host] = max(self._asked_to_wait.get(host, 0.0), now + seconds)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _as_asked(
-        self, host: str, connection: AbstractAsyncContextManager[None]
+        self, host: str, connection: contextlib.AbstractAsyncContextManager[None]
     ) -> AsyncIterator[None]:
         """Hold a connection, from a moment at which the host asks for no wait."""
         while True:
@@ -152,8 +145,8 @@ class HostLimits:
 
     async def _lock_slot(self, host: str, connections: int) -> int:
         """Offset of the locked byte of a slot that no process uses."""
-        digest = int.from_bytes(hashlib.sha256(host.encode()).digest()[:8], "big")
-        first = digest % LARGEST_OFFSET
+        digest = hashlib.sha256(host.encode()).digest()
+        first = int.from_bytes(digest[:8], "big") % LARGEST_OFFSET
         while True:
             for offset in range(first, first + connections):
                 if offset not in self._held and self._lock(offset):
@@ -171,7 +164,7 @@ class HostLimits:
     def _release(self, key: tuple[str, int], offset: int | None) -> None:
         if offset is not None:
             self._held.remove(offset)
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, offset)
         self._queues[key].free.release()
         self._leave(key)
@@ -213,13 +206,13 @@ class RobotsCache:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        with suppress(sqlite3.Error), closing(self._open()) as db, db:
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(self._open()) as db, db:
             db.execute("create table if not exists robots (origin primary key, time, body)")
             db.execute("delete from robots where time < ?", (time.time() - MAX_AGE,))
 
     def read(self, origin: str) -> bytes | None:
         """The body of an origin's robots.txt, read within a day; empty if it has none."""
-        with suppress(sqlite3.Error, zlib.error), closing(self._open()) as db:
+        with contextlib.suppress(sqlite3.Error, zlib.error), contextlib.closing(self._open()) as db:
             query = "select body from robots where origin = ? and time > ?"
             row = db.execute(query, (origin, time.time() - MAX_AGE)).fetchone()
             return None if row is None else zlib.decompress(row[0])
@@ -227,7 +220,7 @@ class RobotsCache:
 
     def keep(self, origin: str, body: bytes) -> None:
         """Keep the body of an origin's robots.txt."""
-        with suppress(sqlite3.Error), closing(self._open()) as db, db:
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(self._open()) as db, db:
             row = (origin, time.time(), zlib.compress(body))
             db.execute("insert or replace into robots values (?, ?, ?)", row)
 
@@ -253,7 +246,7 @@ class DeadHosts:
         if self._silent[host] >= self.limit:
             raise FetchFailed(NO_ANSWER)
 
-    @contextmanager
+    @contextlib.contextmanager
     def watch(self) -> Iterator[Callable[[str], None]]:
         """Count one fetch. It calls the yielded function with host:port before each connection.
 
@@ -268,14 +261,13 @@ class DeadHosts:
             self.check(host)
             visited.append(host)
 
-        silent = None
         try:
             yield connects
         except FetchFailed as failure:
-            silent = visited.pop() if visited and failure.reason in SILENT else None
+            if visited and failure.reason in SILENT:
+                self._silent[visited.pop()] += 1
             raise
         finally:
-            self._silent.update([silent] if silent else [])
             for host in visited:
                 self._silent.pop(host, None)
 

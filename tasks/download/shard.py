@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,7 @@ from artifacts.store import Shard, Store
 from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import Download
-from tasks.download.data_quality import shard_statistics
+from tasks.download.data_quality import most_common, shard_statistics
 from tasks.download.decode import PictureResizer
 from tasks.download.fetch import Fetcher, run
 from tasks.download.http import FetchFailed, Room, is_transient
@@ -76,20 +76,13 @@ class ResizedPictures:
 
 
 class RowDownloader:
-    """Downloads the rows of a shard; an asynchronous context manager."""
+    """Downloads the rows of a shard, while its `fetcher` is open."""
 
     def __init__(self, settings: Download, served_at: ServedAt) -> None:
         self.resizer = PictureResizer(settings)
         self.fetcher = Fetcher(settings, served_at)
         self.shared = self.fetcher.shared
         self.opt_outs = {value.strip().lower() for value in settings.opt_out_headers}
-
-    async def __aenter__(self) -> RowDownloader:
-        await self.fetcher.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.fetcher.__aexit__()
 
     async def download(self, row: Row, keep: Callable[[bytes], None]) -> dict[str, Any]:
         """Fetch and resize a row's picture.
@@ -123,9 +116,8 @@ class RowDownloader:
         resized = self.resizer.resize(body)
         if isinstance(resized, str):
             return resized
-        keep(resized.picture)
-        names = ("width", "height", "original_width", "original_height")
-        sizes = {name: getattr(resized, name) for name in names}
+        sizes = asdict(resized)
+        keep(sizes.pop("picture"))
         return {"status": "success", **sizes, "sha256": digest_bytes(body), "bytes": len(body)}
 
 
@@ -162,15 +154,15 @@ class Deferred:
     reasons: dict[str, int]  # failure reason -> number of rows
 
 
-def shard_settings(settings: Download) -> dict[str, Any]:
-    """The settings that affect a shard's bytes, given its rows."""
-    return {n: value for n, value in settings.key_settings().items() if n != "shard_size"}
+def all_reasons(deferred: Sequence[Deferred]) -> str:
+    """The most common failure reasons of deferred shards, with their numbers of rows."""
+    return most_common(sum((Counter(shard.reasons) for shard in deferred), Counter()))
 
 
 def shard_key(settings: Download) -> Callable[[str], str]:
     """Function from the digest (sha256 hex) of a shard's row hashes to its key (sha256 hex)."""
-    parts = {"stage": STAGE, "version": VERSION, "settings": shard_settings(settings)}
-    common = digest_json(parts)
+    chosen = {n: value for n, value in settings.key_settings().items() if n != "shard_size"}
+    common = digest_json({"stage": STAGE, "version": VERSION, "settings": chosen})
     return lambda rows: digest_bytes(f"{common} {rows}".encode())
 
 
@@ -189,11 +181,8 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     present = store.shard(STAGE, spec.key, discard=True)
     if present is not None and not is_retried(present.meta, context):
         return present
-    with (
-        tempfile.TemporaryDirectory(prefix="kiln-") as folder,
-        ResizedPictures(Path(folder, "pictures")) as pictures,
-    ):
-        shard = _download(spec, context, store, present, Path(folder), pictures)
+    with tempfile.TemporaryDirectory(prefix="kiln-") as folder:
+        shard = _download(spec, context, present, Path(folder))
     # Rows leave cycles of tasks, errors and frames, which Python finds late. A search of young
     # objects only would keep what was in flight at the search before: 360 MiB in 100,000 rows.
     gc.collect()
@@ -201,27 +190,24 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
 
 
 def _download(
-    spec: ShardSpec,
-    context: DownloadContext,
-    store: Store,
-    present: Shard | None,
-    scratch: Path,
-    pictures: ResizedPictures,
+    spec: ShardSpec, context: DownloadContext, present: Shard | None, scratch: Path
 ) -> Shard | Deferred:
-    earlier = [] if present is None else _outcomes(store, present, pictures)
-    rows = planned_rows(spec, context, scratch)
-    outcomes, costs = _download_rows(rows, earlier, context, pictures)
-    failures = [outcome.get("error_message") for outcome in outcomes]
-    reasons = Counter(failures)
-    if is_outage([row.url for row in rows], failures, context.settings.max_transient):
-        return Deferred(spec.key, {r: n for r, n in reasons.items() if r and is_transient(r)})
-    kept = bool(getattr(context.source, "additional_columns", ()))
-    described = [
-        _described(spec.key, number, row, outcome, additional=kept)
-        for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
-    ]
-    samples = _samples(described, rows, pictures, context.settings.encode_format)
-    count = write_tar(scratch / "shard.tar", samples)
+    store = Store(context.store)
+    with ResizedPictures(scratch / "pictures") as pictures:
+        earlier = [] if present is None else _outcomes(store, present, pictures)
+        rows = planned_rows(spec, context, scratch)
+        outcomes, costs = _download_rows(rows, earlier, context, pictures)
+        failures = [outcome.get("error_message") for outcome in outcomes]
+        reasons = Counter(failures)
+        if is_outage([row.url for row in rows], failures, context.settings.max_transient):
+            return Deferred(spec.key, {r: n for r, n in reasons.items() if r and is_transient(r)})
+        kept = bool(getattr(context.source, "additional_columns", ()))
+        described = [
+            _described(spec.key, number, row, outcome, additional=kept)
+            for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
+        ]
+        samples = _samples(described, rows, pictures, context.settings.encode_format)
+        count = write_tar(scratch / "shard.tar", samples)
     write_rows(scratch / "shard.parquet", described, additional=kept)
     counts = {reason or "success": n for reason, n in reasons.items()}
     meta = {
@@ -260,11 +246,8 @@ def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> li
         for file in {span.file for span in spec.spans}:
             distrust_file(file)
         raise Refused(f"source: its shard plan {spec.spans[0].file} is damaged: run again")
-    source = SOURCES[context.source.kind](context.source)
-    places = (
-        PictureLocation(row["file"], row["row"]) for row in planned if row["file"] is not None
-    )
-    pictures = source.pictures(places)
+    places = (PictureLocation(r["file"], r["row"]) for r in planned if r["file"] is not None)
+    pictures = SOURCES[context.source.kind](context.source).pictures(places)
     return [
         Row(
             row["url"],
@@ -334,7 +317,7 @@ def _download_rows(
         return facts, (time.monotonic() - begun, facts.pop("bytes", 0))
 
     async def outcomes() -> list[tuple[dict[str, Any], tuple[float, int]]]:
-        async with downloader:
+        async with downloader.fetcher:
             downloader.fetcher.expect(fetched.values())
             return await asyncio.gather(*map(outcome, range(len(rows))))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -37,14 +37,14 @@ from fsspec.core import url_to_fs
 
 from artifacts.errors import caching
 from artifacts.models import cache_folder
-from artifacts.records import digest_bytes, digest_json, distrust, read_checked
+from artifacts.records import FileEntry, digest_bytes, digest_json, distrust, read_checked
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
 from configs.errors import Failed, Refused, UserError
 from runtimes.data.loader import Prefetch
-from tasks.download.list_files import reading
+from tasks.build_or_reuse import build_or_reuse
 from tasks.download.lists import MalformedList, Piece, Source
 from tasks.download.rows import HASH_SIZE, HASHED, shard_ends
-from tasks.stage import build_or_reuse
+from tasks.download.source_files import reading
 
 SECRET = ["url", "file"]
 #: The column for the encrypted columns, whose Arrow stream is in the first row of a shard.
@@ -68,10 +68,16 @@ class PlanWriter:
 
     def seal(self, shard: pa.Table) -> bytes:
         """The encrypted columns of a shard; may be called in another thread than `write`."""
-        return _sealed(shard.select(SECRET), self.key)
+        table = shard.select(SECRET)
+        sink = pa.BufferOutputStream()
+        packed = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(sink, table.schema, options=packed) as stream:
+            stream.write_table(table.combine_chunks())
+        nonce = os.urandom(NONCE)
+        return nonce + _cipher(self.key).encrypt(nonce, sink.getvalue().to_pybytes(), None)
 
-    def write(self, shard: pa.Table, sealed: bytes) -> tuple[str, int]:
-        """Write a shard's rows of HASHED; returns the name of its file and the row group.
+    def write(self, shard: pa.Table, sealed: bytes) -> dict[str, Any]:
+        """Write a shard's rows of HASHED; returns its entry of the index.
 
         Args:
             sealed: of `seal`.
@@ -80,39 +86,40 @@ class PlanWriter:
         rest = pa.nulls(len(shard) - 1, SEALED.type)
         table = shard.drop_columns(SECRET).append_column(SEALED, pa.chunked_array([first, rest]))
         if self._writer is None or self._groups == GROUPS:
-            self._open(table.schema)
+            self.close()
+            self._groups = 0
+            self.files.append(str(self.folder / f"{len(self.files)}.parquet"))
+            self._writer = pq.ParquetWriter(
+                self.files[-1],
+                table.schema,
+                compression=CODECS,
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+            )
         self._writer.write_table(table, row_group_size=len(shard))
+        group = self._groups
         self._groups += 1
-        return Path(self.files[-1]).name, self._groups - 1
+        digest = hashlib.sha256(_joined(shard["hash"].combine_chunks())).digest()
+        name = Path(self.files[-1]).name
+        return {"digest": digest, "rows": len(shard), "file": name, "group": group}
 
     def close(self) -> None:
         """Finish the last file."""
         if self._writer is not None:
             self._writer.close()
 
-    def _open(self, schema: pa.Schema) -> None:
-        self.close()
-        path = str(self.folder / f"{len(self.files)}.parquet")
-        self._writer = pq.ParquetWriter(
-            path,
-            schema,
-            compression=CODECS,
-            use_dictionary=False,
-            write_statistics=False,
-            write_page_checksum=True,
-        )
-        self.files.append(path)
-        self._groups = 0
-
 
 def read_group(file: str, group: int, key: str) -> pa.Table:
     """The rows of HASHED of one row group. Raises Refused if it cannot be read."""
     with _reading(file) as parquet:
         table = parquet.read_row_group(group, use_threads=False)
+    sealed = table[SEALED.name][0].as_py()
     try:
-        opened = _opened(table[SEALED.name][0].as_py(), key)
+        data = _cipher(key).decrypt(sealed[:NONCE], sealed[NONCE:], None)
     except InvalidTag:
         raise Refused(f"source: {file} has another machine's key: run again") from None
+    opened = pa.ipc.open_stream(data).read_all()
     for name in SECRET:
         table = table.append_column(name, opened[name])
     return table.select(HASHED.names)
@@ -170,19 +177,6 @@ def _write_key(path: Path) -> None:
 def key_id(key: str) -> str:
     """A name of a key that does not disclose it."""
     return digest_bytes(f"plan {key}".encode())[:16]
-
-
-def _sealed(table: pa.Table, key: str) -> bytes:
-    sink = pa.BufferOutputStream()
-    packed = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_stream(sink, table.schema, options=packed) as stream:
-        stream.write_table(table.combine_chunks())
-    nonce = os.urandom(NONCE)
-    return nonce + _cipher(key).encrypt(nonce, sink.getvalue().to_pybytes(), None)
-
-
-def _opened(data: bytes, key: str) -> pa.Table:
-    return pa.ipc.open_stream(_cipher(key).decrypt(data[:NONCE], data[NONCE:], None)).read_all()
 
 
 def _cipher(key: str) -> AESGCM:
@@ -326,12 +320,10 @@ def plan_shards(
     inputs = {"source": digest_json([piece.identity for piece in pieces])}
     parts = KeyParts(STAGE, VERSION, settings, inputs)
     begin(parts)
-
-    def build(draft: Draft) -> dict[str, Any]:
-        return _Builder(draft, shard_size, key).build(pieces)
-
     try:
-        artifact = build_or_reuse(store, parts, build, parents={}).load(store)
+        artifact = build_or_reuse(
+            store, parts, lambda draft: _Builder(draft, shard_size, key).build(pieces), parents={}
+        ).load(store)
     except Failed as error:
         if isinstance(error.__cause__, UserError):  # the stage `download` puts its name before it
             raise error.__cause__ from None
@@ -356,16 +348,6 @@ def read_plan(artifact: Artifact, shard_key: Callable[[str], str]) -> DownloadPl
     return DownloadPlan(source_digest, rows, tuple(shards.values()), artifact)
 
 
-class _Rest(NamedTuple):
-    """The rows behind the last shard of a piece."""
-
-    content: str  # digest (sha256 hex) of all columns
-    place: dict[str, Any]  # values of INDEX_SCHEMA, the digest as hex
-
-    def as_shard(self) -> dict[str, Any]:
-        return {**self.place, "digest": bytes.fromhex(self.place["digest"])}
-
-
 class _Builder:
     """Builds a plan piece by piece."""
 
@@ -378,21 +360,28 @@ class _Builder:
 
     def build(self, pieces: list[Piece]) -> dict[str, Any]:
         """Add all pieces and the index to the draft; returns the summary."""
-        rest: _Rest | None = None
+        rest: dict[str, Any] | None = None  # the rows behind the last shard of a piece
         index = [INDEX_SCHEMA.empty_table()]
         read = 0
         for piece in pieces:
-            key = digest_json([self.settings, piece.identity, rest and rest.content])
+            key = digest_json([self.settings, piece.identity, rest and rest["content"]])
             shard = self.store.shard(STAGE, key)
             if shard is None:
-                shard = self._write(key, piece, rest)
                 read = read + 1
+                try:
+                    shard = self._commit(key, piece.read(), rest)
+                except MalformedList:
+                    shard = self._commit(key, piece.read_malformed(), rest)
             self.draft.add_shard(shard)
-            names = {entry.path.split(".", 2)[2]: entry.path for entry in shard.files}
-            index.append(self._index(shard, names))
-            rest = _rest(shard.meta, names)
+            files = {entry.path.split(".", 2)[2]: entry for entry in shard.files}
+            index.append(self._index(files))
+            rest = shard.meta["rest"]
+            if rest is not None:
+                place = {**rest["place"], "file": files[rest["place"]["file"]].path}
+                rest = {"content": rest["content"], "place": place}
         if rest is not None:
-            index.append(pa.Table.from_pylist([rest.as_shard()], schema=INDEX_SCHEMA))
+            last = {**rest["place"], "digest": bytes.fromhex(rest["place"]["digest"])}
+            index.append(pa.Table.from_pylist([last], schema=INDEX_SCHEMA))
         shards = pa.concat_tables(index)
         if not len(shards):
             raise Refused("source: it has no rows")
@@ -400,14 +389,13 @@ class _Builder:
         rows = pc.sum(shards["rows"]).as_py()
         return {"rows": rows, "shards": len(shards), "run": {"pieces": len(pieces), "read": read}}
 
-    def _write(self, key: str, piece: Piece, rest: _Rest | None) -> Shard:
-        """Read a piece of the source and commit it."""
-        try:
-            return self._commit(key, piece.read(), rest)
-        except MalformedList:
-            return self._commit(key, piece.read_malformed(), rest)
+    def _commit(self, key: str, tables: Iterator[pa.Table], rest: dict[str, Any] | None) -> Shard:
+        """Read a piece of the source and commit it.
 
-    def _commit(self, key: str, tables: Iterator[pa.Table], rest: _Rest | None) -> Shard:
+        Args:
+            rest: None, or `place` (of INDEX_SCHEMA, the digest as hex) and `content` (sha256 hex of
+                all columns) of the rows behind the last shard of the piece before.
+        """
         with (
             tempfile.TemporaryDirectory(prefix="kiln-") as scratch,
             ThreadPoolExecutor(1) as sealer,  # both it and the reader release the interpreter lock
@@ -415,58 +403,43 @@ class _Builder:
         ):
             writer = PlanWriter(Path(scratch), self.key)
             index: list[dict[str, Any]] = []
-            rows = [] if rest is None else [self._rows(rest)]
+            rows: list[pa.Table] = []
+            if rest is not None:
+                url = self.store.shard_url(STAGE, rest["place"]["file"])
+                rows = [read_group(url, rest["place"]["group"], self.key)]
             for table in ahead:
                 *shards, behind = _cut(pa.concat_tables([*rows, table]), self.shard_size)
                 sealed = sealer.map(writer.seal, shards)
-                index += map(partial(_written, writer), shards, sealed)
+                index += map(writer.write, shards, sealed)
                 rows = [behind]
             meta: dict[str, Any] = {"rest": None}
             if rows and len(rows[0]):
-                place = _written(writer, rows[0], writer.seal(rows[0]))
+                place = writer.write(rows[0], writer.seal(rows[0]))
                 place["digest"] = place["digest"].hex()
-                meta["rest"] = {"content": _content(rows[0]), "place": place}
+                # A digest of values: the buffers of equal Arrow tables differ behind nulls.
+                values = [{**row, "hash": row["hash"].hex()} for row in rows[0].to_pylist()]
+                meta["rest"] = {"content": digest_json(values), "place": place}
             writer.close()
             file = Path(scratch, INDEX)
             file.write_bytes(_parquet(pa.Table.from_pylist(index, schema=INDEX_SCHEMA)))
             files = {f".{Path(name).name}": name for name in (*writer.files, str(file))}
             return self.store.commit_shard(STAGE, key, files, meta)
 
-    def _rows(self, rest: _Rest) -> pa.Table:
-        place = rest.place
-        url = self.store.shard_url(STAGE, place["file"])
-        return read_group(url, place["group"], self.key)
-
-    def _index(self, piece: Shard, names: dict[str, str]) -> pa.Table:
-        """The shards of a piece, by the names of its files in the store. Raises Damaged."""
-        (sha256,) = (entry.sha256 for entry in piece.files if entry.path == names[INDEX])
+    def _index(self, files: dict[str, FileEntry]) -> pa.Table:
+        """The shards of a piece, whose files have other names in the store. Raises Damaged."""
+        own = files[INDEX]
         root = self.store.shards_path(STAGE)
-        index = _table(read_checked(self.store.fs, root, names[INDEX], sha256))
-        files = pa.array([names[file] for file in index["file"].to_pylist()], pa.string())
-        return index.set_column(index.schema.get_field_index("file"), "file", files)
-
-
-def _rest(meta: dict[str, Any], names: dict[str, str]) -> _Rest | None:
-    if meta["rest"] is None:
-        return None
-    place = meta["rest"]["place"]
-    return _Rest(meta["rest"]["content"], {**place, "file": names[place["file"]]})
+        index = _table(read_checked(self.store.fs, root, own.path, own.sha256))
+        paths = pa.array([files[name].path for name in index["file"].to_pylist()], pa.string())
+        return index.set_column(index.schema.get_field_index("file"), "file", paths)
 
 
 def _cut(rows: pa.Table, average: int) -> Iterator[pa.Table]:
     """The shards of `rows`, then the rows behind them."""
-    hashes = rows["hash"].combine_chunks()
-    prefixes = np.frombuffer(_joined(hashes), ">u4")[:: HASH_SIZE // 4]
+    prefixes = np.frombuffer(_joined(rows["hash"].combine_chunks()), ">u4")[:: HASH_SIZE // 4]
     ends = shard_ends(prefixes, average)
     for start, end in zip([0, *ends], [*ends, len(rows)], strict=True):
         yield rows.slice(start, end - start)
-
-
-def _written(writer: PlanWriter, shard: pa.Table, sealed: bytes) -> dict[str, Any]:
-    """Write a shard; returns its entry of the index."""
-    file, group = writer.write(shard, sealed)
-    digest = hashlib.sha256(_joined(shard["hash"].combine_chunks())).digest()
-    return {"digest": digest, "rows": len(shard), "file": file, "group": group}
 
 
 def rows_digest(hashes: Iterable[bytes]) -> str:
@@ -478,11 +451,6 @@ def _joined(hashes: pa.Array) -> memoryview:
     """The bytes of an array of hashes, without a copy."""
     data = hashes.buffers()[2] or b""
     return memoryview(data)[HASH_SIZE * hashes.offset : HASH_SIZE * (hashes.offset + len(hashes))]
-
-
-def _content(rows: pa.Table) -> str:
-    # A digest of values: the buffers of equal Arrow tables differ behind nulls.
-    return digest_json([{**row, "hash": row["hash"].hex()} for row in rows.to_pylist()])
 
 
 def _table(data: bytes) -> pa.Table:

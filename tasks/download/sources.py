@@ -14,8 +14,8 @@ from artifacts.records import digest_json
 from configs.errors import Refused
 from configs.settings.data import DigitsSource, UrlSource
 from tasks.download import lists
-from tasks.download.folders import Dataset, Folder, check_port, serve_folder
-from tasks.download.list_files import ListedFile, list_files, require_columns
+from tasks.download.folders import Dataset, Folder, serve_folder
+from tasks.download.source_files import ListedFile, list_files
 from tasks.download.tars import Tars
 
 
@@ -24,37 +24,21 @@ class UrlList(lists.Source):
 
     def __init__(self, settings: UrlSource) -> None:
         self.settings = settings
-        self.format = lists.FORMATS[settings.format]
 
     def check(self) -> None:
-        file = self._files()[0].name
-        named = lists.named_columns(self.settings)
-        require_columns(named, self.format.columns(file), file)
-        if self.settings.format == "parquet":
-            texts = ("source.url_column", "source.caption_column")
-            lists.require_text({name: named[name] for name in texts if name in named}, file)
+        lists.require_columns(self.settings, self.settings.format, self._files()[0].name)
 
     def pieces(self) -> Iterator[lists.Piece]:
-        s = self.settings
-        columns = {
-            "url": s.url_column,
-            "captions": s.caption_column,
-            "sha256": s.sha256_column,
-            "aesthetic_score": s.aesthetic_column,
-        }
         for file in self._files():
-            arguments = (file.name, self.format, columns, s.base_url, s.additional_columns)
-            yield lists.Piece(
-                lists.identity(s, [file]),
-                partial(lists.read_list, *arguments),
-                partial(lists.read_malformed_list, *arguments),
-            )
+            read = partial(lists.read_list, file.name, self.settings)
+            read_malformed = partial(lists.read_malformed_list, file.name, self.settings)
+            yield lists.piece_of(self.settings, [file], read, read_malformed)
 
     def open(self) -> AbstractContextManager[lists.ServedAt]:
         return nullcontext(lists.ServedAt(self.settings.base_url))
 
     def _files(self) -> list[ListedFile]:
-        return list_files(self.settings.path, self.format.suffixes)
+        return list_files(self.settings.path, lists.FORMATS[self.settings.format].suffixes)
 
 
 class Digits(lists.Source):
@@ -65,11 +49,11 @@ class Digits(lists.Source):
         name = f"digits-{settings.seed}-{settings.count}-{settings.rehearsal}"
         self.folder = cache_folder() / "demo" / name
         path = str(self.folder / "urls.parquet")
-        listed = {"kind": "urls", "path": path, "sha256_column": "sha256"}
-        self.list = UrlList(UrlSource.model_validate(listed))
+        self.list = UrlSource(kind="urls", path=path, sha256_column="sha256")
 
     def check(self) -> None:
-        check_port(self.settings.port)
+        with serve_folder(self.folder, self.settings.port, lists.ServedAt):
+            pass  # the port is free
 
     def pieces(self) -> Iterator[lists.Piece]:
         yield lists.Piece(
@@ -82,17 +66,14 @@ class Digits(lists.Source):
 
     def _rows(self) -> Iterator[pa.Table]:
         self._draw()
-        for piece in self.list.pieces():
-            yield from piece.read()
+        yield from lists.read_list(self.list.path, self.list)
 
     def _draw(self) -> None:
         from demo import dataset
 
+        s = self.settings
         try:
-            settings = self.settings
-            dataset.write(
-                self.folder, seed=settings.seed, count=settings.count, rehearsal=settings.rehearsal
-            )
+            dataset.write(self.folder, seed=s.seed, count=s.count, rehearsal=s.rehearsal)
         except OSError as error:
             raise Refused(
                 f"source: the demo's pictures cannot be written to {self.folder} "

@@ -18,18 +18,16 @@ from PIL import Image, ImageOps
 from artifacts.image_shards import read_tar
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
-from configs.settings.data import Source as SourceSettings
 from configs.settings.recipe import Recipe
 from tasks.beam.workers import REPORTS, beam_options, quiet_import
+from tasks.build_or_reuse import Stage
 from tasks.download import shard_plan
 from tasks.download.data_quality import DownloadStatistics, check_data, warn_of_captions
 from tasks.download.http import is_transient
-from tasks.download.lists import Source
-from tasks.download.shard import STAGE, VERSION, Deferred, DownloadContext, may_retry, shard_key
+from tasks.download.shard import STAGE, VERSION, DownloadContext, all_reasons, may_retry, shard_key
 from tasks.download.sources import SOURCES
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Report
-from tasks.stage import Stage
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 #: Facts of a shard that the manifest has; its record has all of them.
@@ -49,11 +47,9 @@ def check(recipe: Recipe) -> None:
     """Raise Refused if the source is unusable. Runs before any work, so cheap."""
     download = recipe.download
     if download.encode_format == "png" and download.encode_quality > 9:
-        raise Refused(
-            f"for png it is the compression level, 0 to 9 (got {download.encode_quality})",
-            setting="download.encode_quality",
-        )
-    _source(recipe.source).check()
+        why = f"for png it is the compression level, 0 to 9 (got {download.encode_quality})"
+        raise Refused(why, setting="download.encode_quality")
+    SOURCES[recipe.source.kind](recipe.source).check()
 
 
 def plan(recipe: Recipe, begin: shard_plan.Begin = lambda parts: None) -> shard_plan.DownloadPlan:
@@ -63,11 +59,10 @@ def plan(recipe: Recipe, begin: shard_plan.Begin = lambda parts: None) -> shard_
         begin: see plan_shards.
     """
     check(recipe)
-    download = recipe.download
-    key = shard_key(download)
-    return shard_plan.plan_shards(
-        _source(recipe.source), Store(recipe.store), download.shard_size, key, begin
-    )
+    source = SOURCES[recipe.source.kind](recipe.source)
+    size = recipe.download.shard_size
+    key = shard_key(recipe.download)
+    return shard_plan.plan_shards(source, Store(recipe.store), size, key, begin)
 
 
 def planned(
@@ -163,7 +158,7 @@ class DownloadStage(Stage):
         recipe = self.recipe
         plan = self.plan
         store = draft.store
-        with _source(recipe.source).open() as served_at:
+        with SOURCES[recipe.source.kind](recipe.source).open() as served_at:
             context = DownloadContext(
                 store=store.url,
                 notes=f"{draft.path}/{NOTES}",
@@ -178,7 +173,11 @@ class DownloadStage(Stage):
             options = beam_options(recipe, "download")
             deferred = run_pipeline(plan.shards, context, options, progress)
         if deferred:
-            raise Away(_outage(deferred, len(plan.shards)))
+            raise Away(
+                f"download: {len(deferred)} of {len(plan.shards)} shards were deferred after "
+                f"transient failures ({all_reasons(deferred)}); the others are committed: run "
+                "again to download only these, or raise download.max_transient"
+            )
         outcomes: Counter[str] = Counter()
         statistics = DownloadStatistics()
         for shard in store.committed_shards(STAGE, sorted(spec.key for spec in plan.shards)):
@@ -208,17 +207,20 @@ class DownloadStage(Stage):
         """Panels: counts by outcome, and the first pictures."""
         summary = artifact.summary
         outcomes = Counter(summary["outcomes"]).most_common()
+        kinds = {o: "transient" if is_transient(o) else "permanent" for o, _ in outcomes}
+        kinds["success"] = ""
         rows = [
-            {"outcome": o, "failure": _kind(o), "rows": n, "share": f"{n / summary['rows']:.1%}"}
+            {"outcome": o, "failure": kinds[o], "rows": n, "share": f"{n / summary['rows']:.1%}"}
             for o, n in outcomes
         ]
+        examples = summary["data"]["examples"]
+        reasons = sorted(examples, key=lambda reason: -summary["outcomes"].get(reason, 0))
+        failed = [{"outcome": reason, "row": n} for reason in reasons for n in examples[reason]]
         facts = {name: summary[name] for name in ("rows", "images", "shards")}
-        panels: list[Panel] = [
-            Facts("Download", facts),
-            Table("Outcomes", rows, bars="rows"),
-            *_examples(summary),
-            *_data_panels(summary),
-        ]
+        panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows, bars="rows")]
+        if failed:
+            panels.append(Table("Examples of failed rows", failed))
+        panels += _data_panels(summary)
         tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
         if pictures := _thumbnails(tars):
             grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
@@ -226,63 +228,30 @@ class DownloadStage(Stage):
         return panels
 
 
-def _examples(summary: dict[str, Any]) -> list[Panel]:
-    """A few failed rows of each reason; nothing without failures."""
-    examples = summary["data"]["examples"]
-    reasons = sorted(examples, key=lambda reason: -summary["outcomes"].get(reason, 0))
-    rows = [{"outcome": reason, "row": name} for reason in reasons for name in examples[reason]]
-    return [Table("Examples of failed rows", rows)] if rows else []
-
-
 def _data_panels(summary: dict[str, Any]) -> list[Panel]:
     """Duplicates, captions, sizes and hosts."""
     data = summary["data"]
     images = max(summary["images"], 1)
+    texts = {
+        "pictures without a caption": data["uncaptioned"]["rows"],
+        "captions that are no UTF-8": data["illegible"]["rows"],
+    }
     bins: Counter[int] = Counter()
     for length, count in data["caption_lengths"].items():
         bins[int(length) // BIN * BIN] += count
     lengths = [{"characters from": length, "pictures": bins[length]} for length in sorted(bins)]
+    facts = {
+        "fetched": f"{data['bytes'] / 1e9:,.3f} GB",
+        "pictures with the bytes of another": f"{data['duplicates']:.2%}",
+        "pictures below image_size": f"{data['undersized'] / images:.2%}",
+        **{text: f"{n:,}" for text, n in texts.items() if n},
+    }
     return [
-        Facts(
-            "Data",
-            {
-                "fetched": f"{data['bytes'] / 1e9:,.3f} GB",
-                "pictures with the bytes of another": f"{data['duplicates']:.2%}",
-                "pictures below image_size": f"{data['undersized'] / images:.2%}",
-                **_captions(data),
-            },
-        ),
+        Facts("Data", facts),
         Table("Caption lengths", lengths, bars="pictures"),
         Table("Hosts with the most failures", data["failing_hosts"], bars="failed"),
         Table("Hosts that took the longest", data["slowest_hosts"]),
     ]
-
-
-def _captions(data: dict[str, Any]) -> dict[str, str]:
-    """How many captions are missing or no UTF-8; nothing if none is."""
-    texts = {"uncaptioned": "pictures without a caption", "illegible": "captions that are no UTF-8"}
-    counts = {text: data.get(what, {"rows": 0})["rows"] for what, text in texts.items()}
-    return {text: f"{rows:,}" for text, rows in counts.items() if rows}
-
-
-def _kind(outcome: str) -> str:
-    if outcome == "success":
-        return ""
-    return "transient" if is_transient(outcome) else "permanent"
-
-
-def _source(settings: SourceSettings) -> Source:
-    return SOURCES[settings.kind](settings)
-
-
-def _outage(deferred: list[Deferred], shards: int) -> str:
-    from tasks.download.download_on_beam import all_reasons
-
-    return (
-        f"download: {len(deferred)} of {shards} shards were deferred after transient failures "
-        f"({all_reasons(deferred)}); the others are committed: run again to download only these, "
-        "or raise download.max_transient"
-    )
 
 
 def _thumbnails(tars: list[str]) -> list[Image.Image]:

@@ -13,7 +13,6 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, islice
 from typing import IO, Any, NamedTuple
@@ -24,17 +23,8 @@ from braceexpand import braceexpand
 from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import TarsSource
-from tasks.download import lists
-from tasks.download.list_files import (
-    ListedFile,
-    is_hidden,
-    list_files,
-    list_range,
-    open_file,
-    reading,
-    require_columns,
-)
-from tasks.download.rows import additional_of, captions_of, integer, score_of, text_of_file
+from tasks.download import lists, source_files
+from tasks.download.rows import integer, text_of_file
 
 BLOCK = 512  # bytes
 END = bytes(BLOCK)
@@ -89,12 +79,16 @@ def samples(stream: IO[bytes], limit: Callable[[str], int]) -> Iterator[Sample]:
     seen: set[int] = set()  # hashes of keys
     hidden = ""
     for member in members(stream):
-        if is_hidden(member.name):  # WebDataset, too, skips `__x__`
+        if source_files.is_hidden(member.name):  # WebDataset, too, skips `__x__`
             hidden = hidden or member.name
             continue
-        key, extension = _split(member.name)
-        if not extension:
+        # As in WebDataset, the first dot of the last part is between key and extension.
+        folder, slash, file = member.name.rpartition("/")
+        stem, _, extension = file.partition(".")
+        if not stem or not extension:
             continue
+        key = f"{folder}{slash}{stem}"
+        extension = extension.lower()
         if key != sample.key:
             if sample.files:
                 yield sample
@@ -190,8 +184,10 @@ def _member(stream: IO[bytes], offset: int, end: int) -> tuple[Member | None, in
                 raise ValueError("a header is too large")
             extended |= _extended(header.type, _read(stream, start, header.size))
         elif header.type not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-            if header.type == tarfile.GNUTYPE_SPARSE:
-                start = _behind_sparse_headers(stream, start, block[482])
+            is_extended = block[482] if header.type == tarfile.GNUTYPE_SPARSE else 0
+            while is_extended:
+                is_extended = _read(stream, start, BLOCK)[504]
+                start += BLOCK
             return _described(header, first, start, extended, end)
         offset = _behind(start, header.size, end)
     raise ValueError("a member has too many headers")
@@ -220,12 +216,6 @@ def _behind(start: int, size: int, end: int) -> int:
     return following
 
 
-def _behind_sparse_headers(stream: IO[bytes], start: int, is_extended: int) -> int:
-    while is_extended:
-        start, is_extended = start + BLOCK, _read(stream, start, BLOCK)[504]
-    return start
-
-
 def _extended(kind: bytes, data: bytes) -> dict[str, str]:
     """The values of an extended header: GNU's long names, or pax records (POSIX.1-2001)."""
     if kind == tarfile.GNUTYPE_LONGNAME:
@@ -248,15 +238,6 @@ def _number(digits: str) -> int:
     if not re.fullmatch("[0-9]{1,18}", digits):
         raise ValueError(DAMAGED)
     return int(digits)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Key and extension as WebDataset has them: the first dot of the last part is between them."""
-    folder, slash, file = name.rpartition("/")
-    stem, _, extension = file.partition(".")
-    if not stem:
-        return "", ""
-    return f"{folder}{slash}{stem}", extension.lower()
 
 
 def _read(stream: IO[bytes], start: int, size: int) -> bytes:
@@ -290,11 +271,10 @@ class Tars(lists.Source):
         self.has_text = settings.caption_column == "txt"
         is_key = settings.caption_column is not None and not self.has_text
         self.needs_json = bool(is_key or settings.aesthetic_column or settings.additional_columns)
-        self.columns = lists.named_columns(settings)
 
     def check(self) -> None:
         file = self._files()[0].name
-        with _opened(file) as stream:
+        with source_files.reading(file), source_files.open_file(file) as stream:
             first_samples = list(islice(samples(stream, self._limit_of_text), CHECKED))
         if not first_samples:
             return
@@ -307,24 +287,22 @@ class Tars(lists.Source):
             )
         if not any(len(self._pictures(sample)) == 1 for sample in first_samples):
             kinds = ", ".join(kind for kind in extensions if kind in self.pictures_are)
-            raise Refused(
-                f"{file} has no sample with one picture: set it to one of {kinds}",
-                setting="source.image_extension",
-            )
+            why = f"{file} has no sample with one picture: set it to one of {kinds}"
+            raise Refused(why, setting="source.image_extension")
         keys = {key: None for sample in first_samples for key in _json(sample) or ()}
         # `txt` is the caption's file for one setting, and a key of the json for all others.
         texts = ["txt"] * ("txt" in extensions) + [key for key in keys if key != "txt"]
-        for setting, column in self.columns.items():
+        for setting, column in lists.named_columns(self.settings).items():
             present = texts if setting == "source.caption_column" else list(keys)
-            require_columns({setting: column}, present, file)
+            source_files.require_columns({setting: column}, present, file)
 
     def pieces(self) -> Iterator[lists.Piece]:
         for file in self._files():
-            yield lists.Piece(lists.identity(self.settings, [file]), partial(self._rows, file.name))
+            yield lists.piece_of(self.settings, [file], partial(self._rows, file.name))
 
     def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         for file, group in groupby(places, lambda place: place.file):
-            with _opened(file) as stream:
+            with source_files.reading(file), source_files.open_file(file) as stream:
                 for place in group:
                     yield content_at(stream, int(place.row or 0), MAX_PICTURE)
 
@@ -341,11 +319,12 @@ class Tars(lists.Source):
             raise Refused(f"{path}: {error}", setting="source.path") from None
         raise Refused(f"{path}: it names more than {MOST_TARS:,} files", setting="source.path")
 
-    def _files(self) -> list[ListedFile]:
+    def _files(self) -> list[source_files.ListedFile]:
         """All tars, sorted by name, each once."""
         paths = self._paths()
-        listed = list_files(paths[0], TAR) if len(paths) == 1 else list_range(paths, TAR)
-        files = {file.name: file for file in listed}
+        if len(paths) == 1:
+            return source_files.list_files(paths[0], TAR)
+        files = {file.name: file for file in source_files.list_range(paths, TAR)}
         return [files[name] for name in sorted(files)]
 
     def _pictures(self, sample: Sample) -> list[File]:
@@ -365,28 +344,23 @@ class Tars(lists.Source):
                 words = "source: %s: %d samples have no usable picture, the first is %r"
                 log.warning(words, without_secrets(file), missing, first[:200])
 
-        with _opened(file) as stream:
+        with source_files.reading(file), source_files.open_file(file) as stream:
             yield from lists.hash_rows(rows())
 
     def _row(self, file: str, sample: Sample) -> dict[str, Any]:
         """A row, without a picture if any file of the sample that it needs is unusable."""
-        s = self.settings
         files = sample.files
         values = _json(sample) if self.needs_json else {}
         text = files["txt"].content if self.has_text and "txt" in files else b""
         pictures = self._pictures(sample)
         picture = pictures[0] if len(pictures) == 1 else None
         is_usable = picture is not None and values is not None and text is not None
-        values = values or {}
-        captions: tuple[str, ...] = captions_of(values.get(s.caption_column or ""))
-        if self.has_text:
-            captions = (text_of_file(text or b"").strip(),)
         return lists.embedded_row(
             picture.content if picture is not None and is_usable else None,
             lists.PictureLocation(file, picture.offset if picture is not None else None),
-            captions,
-            score_of(values.get(s.aesthetic_column or "")),
-            additional_of(s.additional_columns, values),
+            self.settings,
+            values or {},
+            text_of_file(text or b"").strip() if self.has_text else None,
         )
 
     def _limit(self, extension: str) -> int:
@@ -423,9 +397,3 @@ def _json(sample: Sample) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
-
-
-@contextmanager
-def _opened(file: str) -> Iterator[IO[bytes]]:
-    with reading(file), open_file(file) as stream:
-        yield stream

@@ -32,10 +32,10 @@ from runtimes.pipeline_folder.folder import TEXT_PARTS, Base
 from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
 from runtimes.registry import encoder_devices, encodes_in_subprocess, interpreter, open_encoder
+from tasks.build_or_reuse import storing
 from tasks.encode.shard import ShardEncoder
 from tasks.encode.transform import TransformSettings
 from tasks.run_job import ConnectedProcess, ProcessLost
-from tasks.stage import storing
 
 #: Shards that a device process works on: one on the device, others being read and written.
 SHARDS_PER_DEVICE = 2

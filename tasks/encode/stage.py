@@ -19,12 +19,13 @@ from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, workers_of
+from tasks.build_or_reuse import Stage
+from tasks.code_version import runtime_facts, versions
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
 from tasks.encode import transform
 from tasks.encode.encoders import EncodingPlan, put_encoders
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
-from tasks.stage import Stage, runtime_facts, versions
 
 if TYPE_CHECKING:
     from tasks.encode.encode_on_beam import EncodeTask

@@ -34,10 +34,11 @@ from configs.settings.evaluate import Sampling
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import GenerateJob, Job
+from tasks.build_or_reuse import GRID
 from tasks.panels import Comparison, picture_grid, to_png
 from tasks.progress import Progress
 from tasks.run_job import Event
-from tasks.stage import BASE, GRID, TrainedWeights
+from tasks.trained_weights import BASE, TrainedWeights
 
 STAGE = "evaluate"
 #: Increment when the content of the pictures or of the losses changes.

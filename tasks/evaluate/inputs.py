@@ -25,7 +25,7 @@ from tasks.evaluate import draw
 from tasks.evaluate.features import digest_image_encoder
 from tasks.evaluate.judges import judge_names
 from tasks.evaluate.metrics import LEVELS, all_prompts, compared_sets, prompt_sets
-from tasks.stage import BASE, TrainedWeights, weights_content
+from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
 
 @dataclass(frozen=True)

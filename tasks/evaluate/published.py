@@ -28,7 +28,7 @@ from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
-from tasks import stage
+from tasks import build_or_reuse as stage
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Estimates, from_npz
 from tasks.evaluate.draw import EvalModel, RunJob, digest_eval_model, digest_pipeline
@@ -38,6 +38,7 @@ from tasks.evaluate.metrics import with_ranges
 from tasks.evaluate.stage import Measurement, read_estimates
 from tasks.progress import Progress
 from tasks.run_job import run_job
+from tasks.trained_weights import TrainedWeights
 
 
 def load_published_model(folder: Path) -> EvalModel:
@@ -70,12 +71,12 @@ def find_parts(folder: Path) -> EvalModel:
     evaluated = _section(folder, "evaluate")
     if (folder / "model_index.json").is_file():
         base = Base.open(folder)
-        return EvalModel("", base, stage.TrainedWeights(_trained_texts(base), None), evaluated)
+        return EvalModel("", base, TrainedWeights(_trained_texts(base), None), evaluated)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise Refused(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
-    return EvalModel("", _base_of(folder), stage.TrainedWeights(own, lora), evaluated)
+    return EvalModel("", _base_of(folder), TrainedWeights(own, lora), evaluated)
 
 
 def is_complete_here(folder: Path) -> bool:

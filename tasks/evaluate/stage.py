@@ -19,6 +19,8 @@ from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
 from runtimes.sample import initial_noise
+from tasks.build_or_reuse import BOOTSTRAP, GRID, METRICS, Stage
+from tasks.code_version import runtime_facts
 from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import draw, measure, metrics
@@ -31,7 +33,7 @@ from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
 from tasks.run_job import run_job
-from tasks.stage import BOOTSTRAP, GRID, METRICS, Stage, local_weights, runtime_facts
+from tasks.trained_weights import local_weights
 
 PAIRS = "closest_pairs.png"
 MODELS = ("base", "tuned")

@@ -18,15 +18,7 @@ from typing import Any
 from artifacts.safetensors import Arrays
 from artifacts.tensor_header import header_bytes
 from configs.errors import Refused
-from runtimes.adapters import lora as kohya
-from runtimes.adapters.lora import (
-    LORA_WEIGHTS,
-    Adapter,
-    Adapters,
-    read_adapters,
-    stored_name,
-    with_alpha_in_weights,
-)
+from runtimes.adapters import lora as lora_files
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, read_scheduler_config
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.pipeline_folder.weights import stored_weight_files
@@ -42,7 +34,7 @@ def assemble(
     out: Path,
     *,
     dtype: str,
-    adapters: Adapters | None = None,
+    adapters: lora_files.Adapters | None = None,
 ) -> None:
     """Write a folder that `DiffusionPipeline.from_pretrained` loads.
 
@@ -84,12 +76,14 @@ def assemble(
 class _Merging:
     """Merges a part's adapters into its weights, tensor by tensor."""
 
-    def __init__(self, part: str, adapters: Mapping[str, Adapter]) -> None:
+    def __init__(self, part: str, adapters: Mapping[str, lora_files.Adapter]) -> None:
         self._part = part
         self._unused = dict(adapters)
 
     def __call__(self, name: str, tensor: Any) -> Any:
-        adapter = self._unused.pop(stored_name(self._part, name.removesuffix(".weight")), None)
+        adapter = self._unused.pop(
+            lora_files.stored_name(self._part, name.removesuffix(".weight")), None
+        )
         if adapter is None or not name.endswith(".weight"):
             return tensor
         import torch
@@ -137,7 +131,7 @@ def _hub_names(part: Path) -> Callable[[str], str]:
     """
     config = json.loads((part / "config.json").read_text(encoding="utf-8"))
     is_clip = config.get("model_type") == "clip_text_model"
-    return partial(stored_name, "text_encoder") if is_clip else str
+    return partial(lora_files.stored_name, "text_encoder") if is_clip else str
 
 
 def _load_as_float32(path: Path) -> None:
@@ -221,8 +215,8 @@ def write_adapters(
     out.mkdir(parents=True, exist_ok=True)
     with safe_open(lora, framework="pt") as stream:
         tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-        tensors, header = with_alpha_in_weights(tensors, stream.metadata())
-    _save(tensors, out / LORA_WEIGHTS, dtype, header)
+        tensors, header = lora_files.with_alpha_in_weights(tensors, stream.metadata())
+    _save(tensors, out / lora_files.LORA_WEIGHTS, dtype, header)
     if scheduler is not None:
         shutil.copytree(scheduler, out / "scheduler", dirs_exist_ok=True)
     arrays, header = _as_kohya(lora, base, scheduler or base.part("scheduler"), name)
@@ -237,11 +231,13 @@ def _as_kohya(lora: Path, base: Base, scheduler: Path, name: str) -> tuple[Array
         log.warning("publish: no file in kohya's layout: it does not support %s", family.name)
         return {}, {}
     config = base.denoiser
-    adapters = read_adapters(lora)
+    adapters = lora_files.read_adapters(lora)
     kind = read_scheduler_config(scheduler).get("prediction_type", "epsilon")
-    header = kohya.kohya_header(adapters, family.kohya, config, prediction_type=kind, name=name)
+    header = lora_files.kohya_header(
+        adapters, family.kohya, config, prediction_type=kind, name=name
+    )
     try:
-        return kohya.to_kohya(adapters, family.kohya, config), header
+        return lora_files.to_kohya(adapters, family.kohya, config), header
     except ValueError as error:
         log.warning("publish: no file in kohya's layout: %s", error)
         return {}, {}

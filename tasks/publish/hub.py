@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import is_outage
 from artifacts.models import resolve_model, was_not_reached
-from artifacts.records import first_fault, write_atomic
+from artifacts.records import write_atomic
 from artifacts.store import MANIFEST
 from configs.errors import Away, Failed, Refused, UserError
 from configs.preflight import Finding, fine, note
+from tasks.build_or_reuse import REPORT
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
-from tasks.stage import REPORT
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
@@ -38,11 +38,6 @@ OTHERS = re.compile(r"""((?:Extra|Missing) files .+?)["'](?:,|\]|$)""")
 #: Files beside a model's own, from the registry and the hub's client.
 UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
 log = logging.getLogger("kiln")
-
-
-def check_key(key: str) -> None:
-    """Raise Refused for a file that is no private key of a supported curve."""
-    _signer(key)
 
 
 def check_login(*, needed: bool) -> Iterator[Finding]:
@@ -85,10 +80,8 @@ def sign_version(registry: Registry, version: Version, key: str) -> None:
     Raises:
         Refused: the key is unusable, or a file is not as published.
     """
-    config = _signer(key)
-    root = f"{registry.root}/{version.name}"
-    fault = first_fault(registry.fs, root, version.manifest["files"], deep=True)
-    if fault is not None:
+    config = signer(key)
+    if (fault := registry.fault(version)) is not None:
         raise Refused(f"{registry.name} {version.name} is not signed: {fault}")
     folder = resolve_model(version.uri)
     with tempfile.TemporaryDirectory(prefix="kiln-sign-") as scratch:
@@ -96,7 +89,8 @@ def sign_version(registry: Registry, version: Version, key: str) -> None:
             return
         signed = Path(scratch, SIGNATURE)
         config.set_hashing_config(_hashing(folder)).sign(folder, signed)
-        write_atomic(registry.fs, f"{root}/{SIGNATURE}", signed.read_bytes())
+        path = f"{registry.root}/{version.name}/{SIGNATURE}"
+        write_atomic(registry.fs, path, signed.read_bytes())
     log.info("publish: %s %s is signed", registry.name, version.name)
 
 
@@ -134,7 +128,8 @@ def _hashing(folder: Path):  # type: ignore[no-untyped-def]  # the library is im
     return hashing.Config().set_ignored_paths(paths=paths).set_allow_symlinks(True)
 
 
-def _signer(key: str):  # type: ignore[no-untyped-def]
+def signer(key: str):  # type: ignore[no-untyped-def]
+    """The library's signer. Raises Refused for a file that is no private key of its curves."""
     from model_signing import signing
 
     try:
@@ -190,10 +185,7 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     from huggingface_hub import HfApi
 
     paths = [entry.path for entry in version.manifest["files"]] + [SIGNATURE]
-    fault = first_fault(
-        registry.fs, f"{registry.root}/{version.name}", version.manifest["files"], deep=True
-    )
-    if fault is not None:
+    if (fault := registry.fault(version)) is not None:
         raise Failed(f"{registry.name} {version.name} is damaged: {fault}")
     folder = resolve_model(version.uri)  # its errors are none of the hub
     api = HfApi(token=_token(), library_name="kilnworks")

@@ -18,7 +18,6 @@ import yaml
 from artifacts.models import LICENSE_FILES, local_model
 from configs.load_recipe import dump, dump_yaml, parse_yaml
 from configs.secrets import without_secrets
-from configs.settings.data import Source
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Model, Publish, Recipe
 from configs.settings.train_parts import Lora
@@ -27,11 +26,12 @@ from runtimes.families import Family
 from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import pipeline_variant, weight_variant
+from tasks.build_or_reuse import GRID
 from tasks.evaluate.metrics import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.assemble import KOHYA_SUFFIX
 from tasks.publish.promotion_gate import Verdict, as_rows
-from tasks.stage import GRID, TrainedWeights
+from tasks.trained_weights import TrainedWeights
 
 #: The start of a path that only this machine has.
 ABSOLUTE = re.compile(r"(file|local)://|[/~]")
@@ -256,13 +256,16 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
     fields = base_card(base)
     if fields.get("license") != shown:  # the name and link are those of another licence
         fields = {}
+    base_model = hub_id(recipe.model.path)
+    relation = "finetune" if weights.pipeline else "adapter"
+    dataset = hub_id(recipe.source.path) if recipe.source.kind == "dataset" else None
     return ModelCardData(
         license=shown,
         license_name=fields.get("license_name"),
         license_link=fields.get("license_link"),
-        base_model=hub_id(recipe.model.path),
-        base_model_relation=_relation(recipe.model, weights),
-        datasets=_datasets(recipe.source),
+        base_model=base_model,
+        base_model_relation=base_model and relation,
+        datasets=dataset and [dataset],
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=[TAG, "diffusers", "text-to-image", *(["lora"] if weights.adapters else [])],
@@ -279,7 +282,7 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
                 dataset_name=f"prompts and held-out pictures of the recipe {recipe.name}",
                 metric_type=name,
                 metric_name=name,
-                metric_value=_rounded(models["tuned"]["value"]),
+                metric_value=float(f"{models['tuned']['value']:.4g}"),  # as tables have it
             )
             for name, models in measured["metrics"].items()
         ],
@@ -352,22 +355,6 @@ def _base(model: Model, digest: str | None) -> str:
     if digest is not None and is_local(model.path):
         return f"{named}, sha256 {digest[:12]}…"
     return named
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits, as tables have them."""
-    return float(f"{value:.4g}")
-
-
-def _relation(model: Model, weights: Weights) -> str | None:
-    if hub_id(model.path) is None:
-        return None
-    return "finetune" if weights.pipeline else "adapter"
-
-
-def _datasets(source: Source) -> list[str] | None:
-    named = hub_id(source.path) if source.kind == "dataset" else None
-    return None if named is None else [named]
 
 
 def _source(source: Mapping[str, Any]) -> str:

@@ -97,17 +97,13 @@ def check_rules(
     """
     for text in rules:
         rule = parse_rule(text)
-        needed = 0 if rule.level is None else _resamples_needed(rule.level)
+        # 0.999 is no binary fraction.
+        needed = 0 if rule.level is None else math.ceil(2 / (1 - rule.level) - 1e-9)
         if resamples < needed:
             raise Refused(f"gate rule {text!r}: it needs evaluate.bootstrap of {needed} or more")
         if rule.metric not in metrics:
             hint = hint or hint_of_metric(rule.metric, metrics)
             raise Refused(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
-
-
-def _resamples_needed(level: float) -> int:
-    """Bootstrap resamples so that each end of an interval of this level has one beyond it."""
-    return math.ceil(2 / (1 - level) - 1e-9)  # 0.999 is no binary fraction
 
 
 def warnings_of_few_prompts(gate: Sequence[str], settings: Evaluate) -> list[str]:

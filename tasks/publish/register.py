@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,20 +15,19 @@ from typing import Any
 
 from artifacts.records import write_atomic
 from artifacts.store import Artifact, Store
-from configs.errors import Away, Refused
+from configs.errors import Away
 from configs.load_recipe import dump_yaml
 from configs.secrets import without_secrets
 from configs.settings.recipe import STAGES, Hub, Recipe
-from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base
+from tasks.build_or_reuse import METRICS, REPORT, StageResult, failing, storing
+from tasks.evaluate.stage import compared_metrics
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.progress import stage_links
-from tasks.publish import hub as publish_hub
-from tasks.publish.hub import sign_version
+from tasks.publish import hub
 from tasks.publish.model_card import base_name, published_settings
 from tasks.publish.registry import AliasNotWritten, Registry, Version
-from tasks.publish.stage import STAGE, PublishStage, registry_of, remeasured_champion
-from tasks.stage import REPORT, StageResult, failing, storing
+from tasks.publish.stage import STAGE, PublishStage, parent_of, remeasured_champion
 
 log = logging.getLogger("kiln")
 
@@ -44,6 +44,7 @@ def page(
         shows: stage name -> function that returns the panels of its artifact.
     """
     settings = published_settings(recipe)
+    source = settings["source"].items()
     sections = [
         {"name": artifact.stage, "panels": _panels(artifact, shows)} for artifact, _ in stages
     ]
@@ -52,11 +53,9 @@ def page(
         name=recipe.publish.name,
         description=recipe.description,
         verdict=_verdict(len(recipe.publish.gate), stages[-1][0]),
-        facts=_facts(
-            recipe.train, base_name(recipe.model.path), [artifact for artifact, _ in stages]
-        ),
+        facts=_facts(recipe, [artifact for artifact, _ in stages]),
         built=[Table("What was built, and why", [_built(*stage) for stage in stages])],
-        source=[Facts("Source", _flat(settings["source"]))],
+        source=[Facts("Source", {n: value for n, value in source if value not in (None, [], {})})],
         stages=sections,
         recipe=dump_yaml(settings),
     )
@@ -71,14 +70,13 @@ def champion_evaluation(
     """
     if (again := remeasured_champion(published)) is not None:
         return again
-    parents = champion.manifest["run"].get("parents", {}) if champion else {}
-    parent = parents.get("evaluation")
-    evaluation = published.store.load(parent["stage"], parent["key"]) if parent else None
-    if evaluation is None or evaluation.summary.get("fingerprint") != evaluated.summary.get(
-        "fingerprint"
-    ):
+    if champion is None:
         return None
-    return None if evaluation.key == evaluated.key else evaluation
+    evaluation = parent_of(champion.manifest, "evaluation", published.store)
+    if evaluation is None or evaluation.key == evaluated.key:
+        return None
+    fingerprints = [a.summary.get("fingerprint") for a in (evaluation, evaluated)]
+    return evaluation if fingerprints[0] == fingerprints[1] else None
 
 
 def _verdict(rules: int, published: Artifact) -> dict[str, str]:
@@ -91,17 +89,17 @@ def _verdict(rules: int, published: Artifact) -> dict[str, str]:
     return {"kind": "passed", "text": f"✓ {passed}"}
 
 
-def _facts(settings: Train, base: str, artifacts: Sequence[Artifact]) -> dict[str, Any]:
+def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
     """The line of facts under the title, after the verdict."""
     published = artifacts[-1]
     run = artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
     trained = artifacts[2].summary if len(artifacts) > 2 else {}
-    steps = trained.get("steps", settings.steps)  # retraining and train.epochs change them
+    steps = trained.get("steps", recipe.train.steps)  # retraining and train.epochs change them
     chosen = f" (step {trained['chosen_step']} chosen)" if "chosen_step" in trained else ""
     facts = {
         "Champion before": published.summary.get("compared_with") or "none",
-        "Base": base,
-        "Trained": f"{steps} steps{chosen}, {settings.method}",
+        "Base": base_name(recipe.model.path),
+        "Trained": f"{steps} steps{chosen}, {recipe.train.method}",
         "On": run.get("device"),
         "Licence": published.summary.get("license"),
         "Date": published.manifest["run"].get("created", "")[:10],
@@ -122,10 +120,6 @@ def _built(artifact: Artifact, result: StageResult) -> dict[str, Any]:
     }
 
 
-def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in source.items() if value not in (None, [], {})}
-
-
 def _panels(
     artifact: Artifact, shows: Mapping[str, Callable[[Artifact], list[Panel]]]
 ) -> list[Panel]:
@@ -144,12 +138,11 @@ def _panels(
 def _relative(panel: Panel, store: Store) -> Panel:
     if not isinstance(panel, Facts):
         return panel
-    values = {name: _within(value, f"{store.url}/") for name, value in panel.values.items()}
+    values = {
+        name: value.removeprefix(f"{store.url}/") if isinstance(value, str) else value
+        for name, value in panel.values.items()
+    }
     return replace(panel, values=values)
-
-
-def _within(value: Any, store: str) -> Any:
-    return value.removeprefix(store) if isinstance(value, str) else value
 
 
 def register(
@@ -175,25 +168,27 @@ def register(
         Away: the gate compared with another champion, or another run's
             `keep_versions` has deleted the version: a retry publishes it again.
     """
-    registry = registry_of(recipe)
     artifacts = [result.load(store) for result in results]
     trained, evaluated, published = artifacts[-3:]
+    model = PublishStage(recipe, base, trained, evaluated)
+    registry = model.registry
+    with failing(STAGE), storing(store):
+        has_metrics = any(file.path == METRICS for file in published.files)
+        compared = compared_metrics(json.loads(published.read(METRICS)) if has_metrics else {})
     with storing(store):
         path = f"{published.path}/{REPORT}"
         if results[-1].outcome == "built" or not store.fs.exists(path):
             with _warning(f"{REPORT} is missing"):
-                page = _page(recipe, registry, artifacts, results, shows)
-                write_atomic(store.fs, path, page.encode())
+                html = _page(model, list(zip(artifacts, results, strict=True)), shows)
+                write_atomic(store.fs, path, html.encode())
     with storing(registry.store):
         version = registry.publish(published)
         if recipe.publish.signing_key is not None:  # before anyone may use it
             with failing(STAGE):
-                sign_version(registry, version, recipe.publish.signing_key)
+                hub.sign_version(registry, version, recipe.publish.signing_key)
         promoted = not registry.was_champion(version.name)
         if promoted:
-            model = PublishStage(recipe, base, trained, evaluated)
-            check = partial(model.check_champion, published.manifest)
-            _promote(registry, version, published.summary["forced"], start, check)
+            _promote(model, version, published, start)
         else:
             with _warning("the alias is not mended"):
                 registry.mend_alias()
@@ -206,65 +201,53 @@ def register(
                 log.info("publish: %s %s is deleted: publish.keep_versions", registry.name, name)
     if recipe.publish.hub is not None:
         registered["hub"] = _pushed(recipe.publish.hub, registry, version)
-    return registered
+    return registered | compared
 
 
 def _page(
-    recipe: Recipe,
-    registry: Registry,
-    artifacts: Sequence[Artifact],
-    results: Sequence[StageResult],
+    model: PublishStage,
+    stages: Sequence[tuple[Artifact, StageResult]],
     shows: Mapping[str, Callable[..., list[Panel]]],
 ) -> str:
     """The report, whose evaluation has the champion too if it is comparable."""
-    *_, evaluated, published = artifacts
-    champion = champion_evaluation(registry.champion(), evaluated, published)
+    evaluate = model.evaluated.stage
+    champion = champion_evaluation(model.registry.champion(), model.evaluated, stages[-1][0])
     if champion is not None:
-        evaluate = partial(shows[evaluated.stage], champion=champion)
-        shows = {**shows, evaluated.stage: evaluate}
-    return page(recipe, list(zip(artifacts, results, strict=True)), shows)
+        shows = {**shows, evaluate: partial(shows[evaluate], champion=champion)}
+    return page(model.recipe, stages, shows)
 
 
-def _promote(
-    registry: Registry,
-    version: Version,
-    forced: str | None,
-    start: str | None,
-    check: Callable[[], None],
-) -> None:
-    """Make a version the champion.
+def _promote(model: PublishStage, version: Version, published: Artifact, start: str | None) -> None:
+    """Make the version of a published model the champion.
 
     Raises Away if another became the champion, or another run deleted the version.
 
     Args:
-        forced: the reason to publish despite the gate.
         start: as of `register`.
-        check: raises Away unless the gate compared with the present champion.
     """
-    champion = registry.champion()
+    champion = model.registry.champion()
     expected = champion.name if champion else None
     if start not in (None, expected):
         raise Away(f"{expected} became the champion meanwhile: run again")
-    check()
+    model.check_champion(published.manifest)
+    forced = published.summary["forced"]
+    why = "published" if forced is None else f"forced: {forced}"
     try:
-        why = "published" if forced is None else f"forced: {forced}"
-        registry.promote(version.name, why, expected=expected)
+        model.registry.promote(version.name, why, expected=expected)
     except AliasNotWritten as error:  # it holds: a retry would not announce it
         log.warning("publish: %s", error)
-    except Refused as error:
-        raise Away(f"{error}: run again") from None
 
 
-def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
+def _pushed(settings: Hub, registry: Registry, version: Version) -> str | None:
     """The URL of the commit; None after a failure, whose warning has the command to repeat it.
 
     None also if another version is the champion, for example after a rollback.
     """
-    again = publish_hub.command(registry, version, hub.repo, private=hub.private)
+    again = hub.command(registry, version, settings.repo, private=settings.private)
     with _warning(f"{version.uri} is not on the hub; to push it: {again}"):
         champion = registry.champion()
         if champion is not None and champion.name == version.name:
-            url = publish_hub.push(registry, version, hub.repo, private=hub.private)
+            url = hub.push(registry, version, settings.repo, private=settings.private)
             log.info("publish: pushed to %s", url)
             return url
     return None

@@ -33,10 +33,10 @@ from artifacts.filesystems import delete_tree, subfolders
 from artifacts.gc import record_registry
 from artifacts.lock import Lock, hold
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
-from configs.errors import Failed, Refused
+from configs.errors import Away, Failed, Refused
 from configs.explain_errors import hint_of
 from configs.secrets import one_line
-from tasks.stage import REPORT
+from tasks.build_or_reuse import REPORT
 
 log = logging.getLogger("kiln")
 CHAMPION = "champion"  # an alias, also a file's name
@@ -212,6 +212,11 @@ class Registry:
         """URL of a version's folder; a plain path if local."""
         return self.store.url_of(f"{self.name}/{version}")
 
+    def fault(self, version: Version, *, deep: bool = True) -> str | None:
+        """The first fault of a version's files; with `deep`, their content is hashed."""
+        root = f"{self.root}/{version.name}"
+        return records.first_fault(self.fs, root, version.manifest["files"], deep=deep)
+
     def versions(self) -> list[Version]:
         """Complete versions, oldest first."""
         versions = []
@@ -265,8 +270,10 @@ class Registry:
             expected: the present champion's version, None for none; default: whichever it is.
 
         Raises:
-            Refused: the version does not exist, or the champion is neither `expected` nor
-                this version already, as after a promotion whose answer was lost.
+            Refused: the version does not exist.
+            Away: with `expected`, the version was deleted, or the champion is neither `expected`
+                nor this version already, as after a promotion whose answer was lost. Another
+                publication compares, or copies, anew.
             AliasNotWritten: it is the champion, but the alias could not be written.
         """
 
@@ -274,8 +281,13 @@ class Registry:
             champion = last(moves)
             if expected not in (..., champion) and champion != version:
                 now = champion or "none"
-                raise Refused(f"{self.name}: the champion is {now}, not {expected}")
-            return self.version(version)  # each time: `keep` may have deleted it
+                raise Away(f"{self.name}: the champion is {now}, not {expected}: run again")
+            try:
+                return self.version(version)  # each time: `keep` may have deleted it
+            except Refused as error:
+                if expected is ...:
+                    raise
+                raise Away(f"{error}: run again") from None
 
         return self._champions.move(chosen, why)
 
@@ -389,8 +401,7 @@ class Registry:
 
     def last_move(self) -> dict[str, Any] | None:
         """The last change of the champion: {version, why, at}; None without a champion."""
-        moves = self.history()
-        return moves[-1] if moves else None
+        return next(reversed(self.history()), None)
 
     def history(self) -> Moves:
         """Changes of the champion, oldest first. Raises Refused if they are damaged."""
@@ -402,7 +413,7 @@ class Registry:
             version = self._version(name)
             if version is None or version.manifest["key"] != artifact.key:
                 continue
-            fault = records.first_fault(self.fs, f"{self.root}/{name}", version.manifest["files"])
+            fault = self.fault(version, deep=False)
             if fault is None:
                 return version
             log.warning("registry %s/%s: %s; published anew", self.name, name, fault)

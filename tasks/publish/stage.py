@@ -11,20 +11,21 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from artifacts.models import digest_model
 from artifacts.records import digest_bytes, digest_json
-from artifacts.store import Artifact, Draft
+from artifacts.store import Artifact, Draft, Store
 from configs.errors import Away, Failed
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora import read_adapters
 from runtimes.pipeline_folder.folder import Base
+from tasks.build_or_reuse import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage
 from tasks.evaluate.distances import Estimates, differences
 from tasks.evaluate.draw import DRAWING_PARTS
 from tasks.evaluate.published import PublishedMetrics
@@ -36,7 +37,7 @@ from tasks.publish import model_card, promotion_gate, smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import published_settings
 from tasks.publish.registry import Registry, Version, registry_url
-from tasks.stage import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage, TrainedWeights, local_weights
+from tasks.trained_weights import TrainedWeights, local_weights
 
 #: Input -> its title, where an input is no artifact of the store.
 TITLES = {"source": "source", "encoders": "encoders", "base": "base model", "clip": "judge: CLIP"}
@@ -54,14 +55,13 @@ def lineage_nodes(artifact: Artifact) -> dict[str, Node]:
 def _add(artifact: Artifact, nodes: dict[str, Node]) -> str:
     if artifact.key in nodes:
         return artifact.key
-    parents = artifact.manifest["run"].get("parents", {})
+    known = {*artifact.manifest["run"].get("parents", {}), *TITLES}
     inputs = []
     for name, digest in sorted(artifact.manifest["inputs"].items()):
-        parent = parents.get(name)
-        source = artifact.store.load(parent["stage"], parent["key"]) if parent else None
+        source = parent_of(artifact.manifest, name, artifact.store)
         if source is not None:
             inputs.append(_add(source, nodes))
-        elif parent is not None or name in TITLES:
+        elif name in known:
             # One box per input and digest: training and evaluation may read other parts of a base.
             leaf = f"{name} {digest}"
             nodes.setdefault(leaf, Node(TITLES.get(name, name), digest[:12]))
@@ -77,8 +77,13 @@ def remeasured_champion(artifact: Artifact) -> Artifact | None:
 
     It is no input, since only the build finds whether the champion must be measured again.
     """
-    parent = artifact.manifest["run"].get("parents", {}).get(CHAMPION_EVALUATION)
-    return artifact.store.load(parent["stage"], parent["key"]) if parent else None
+    return parent_of(artifact.manifest, CHAMPION_EVALUATION, artifact.store)
+
+
+def parent_of(manifest: Mapping[str, Any], name: str, store: Store) -> Artifact | None:
+    """A parent that a manifest names; None if it names none, or the store lacks it."""
+    parent = manifest["run"].get("parents", {}).get(name)
+    return store.load(parent["stage"], parent["key"]) if parent else None
 
 
 STAGE = "publish"
@@ -167,17 +172,18 @@ class PublishStage(Stage):
             "model": self.trained.digest,
             "evaluation": self.evaluated.digest,
             "card": digest_json(model_card.base_card(self.base.folder)),
-            **_license_digests(self.base.folder),
             **self._copied_digests(),
         }
-        registry = registry_of(self.recipe)
-        champion = registry.champion()
+        texts = model_card.license_files(self.base.folder)
+        if digests := {path.name: digest_bytes(path.read_bytes()) for path in texts}:
+            inputs["license_files"] = digest_json(digests)
+        champion = self.registry.champion()
         if champion is None or not self._names_champion:
             return inputs
         was = champion.manifest["inputs"]
         if {name: was.get(name) for name in inputs} == inputs:
             return dict(was)
-        if (earlier := registry.earlier_champion(settings, inputs)) is not None:
+        if (earlier := self.registry.earlier_champion(settings, inputs)) is not None:
             return dict(earlier.manifest["inputs"])
         return {**inputs, "champion": champion.manifest["digest"]}
 
@@ -186,11 +192,14 @@ class PublishStage(Stage):
         """The trained weights and their evaluation."""
         return {"model": self.trained, "evaluation": self.evaluated}
 
+    @cached_property
+    def registry(self) -> Registry:
+        """The registry that the recipe publishes to."""
+        return registry_of(self.recipe)
+
     def compared_champion(self) -> Version | None:
         """The version that the gate compares the model with, if any."""
-        if not self._names_champion:
-            return None
-        return _champion_before(registry_of(self.recipe), self.parts.inputs)
+        return self._champion_before(self.parts.inputs) if self._names_champion else None
 
     def check_champion(self, key: Mapping[str, Any]) -> None:
         """Raise Away unless a key names the present champion.
@@ -212,8 +221,12 @@ class PublishStage(Stage):
         recipe = self.recipe
         inputs = draft.parts.inputs
         self.check_champion(draft.parts.as_dict())
-        champion = _champion_before(registry_of(recipe), inputs)
-        models, again = self._measured(champion)
+        champion = self._champion_before(inputs)
+        models = read_estimates(self.evaluated)
+        again = None  # the champion's evaluation if it was measured again
+        if champion is not None and self._names_champion:
+            assert self.champion_metrics is not None
+            models["champion"], again = self.champion_metrics(champion.uri)
         measured = json.loads(self.evaluated.read(METRICS)) | _compared(models)
         has_champion = champion is not None or "champion" in inputs
         verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=has_champion)
@@ -252,17 +265,19 @@ class PublishStage(Stage):
     def _names_champion(self) -> bool:
         return promotion_gate.needs_champion(self.recipe.publish.gate)
 
-    def _measured(self, champion: Version | None) -> tuple[dict[str, Estimates], Artifact | None]:
-        """The metrics of base and tuned model, and of the champion if a rule names it.
+    def _champion_before(self, inputs: Mapping[str, str]) -> Version | None:
+        """The champion that the key of `inputs` names; the present champion if it names none.
 
-        Second: the champion's evaluation if it was measured again.
+        For a model that is or was the champion itself, it is the predecessor, if that was not
+        deleted. A champion that was published without a comparison is compared with itself.
         """
-        models = read_estimates(self.evaluated)
-        if champion is None or not self._names_champion:
-            return models, None
-        assert self.champion_metrics is not None
-        models["champion"], again = self.champion_metrics(champion.uri)
-        return models, again
+        champion = self.registry.champion()
+        if champion is None:
+            return None
+        known = [champion, *reversed(self.registry.versions())]
+        if "champion" not in inputs:
+            return next((v for v in known if v.manifest["inputs"] == inputs), champion)
+        return next((v for v in known if v.manifest["digest"] == inputs["champion"]), None)
 
     def _copied_digests(self) -> dict[str, str]:
         """The key's part for what a pipeline folder copies and no evaluation reads; often nothing.
@@ -338,7 +353,6 @@ class PublishStage(Stage):
     @staticmethod
     def show(artifact: Artifact) -> list[Panel]:
         """The gate's verdicts and the lineage; pictures and metrics are those of the evaluation."""
-        verdicts = [promotion_gate.Verdict(**v) for v in json.loads(artifact.read(GATE))]
         summary = artifact.summary
         compared = summary["compared_with"] or "none"
         about = {"where": artifact.uri, "licence": summary["license"], "champion before": compared}
@@ -346,25 +360,10 @@ class PublishStage(Stage):
             about["published in spite of a failed gate"] = summary["forced"]
         return [
             Facts("Model", about),
-            Table("Gate", promotion_gate.as_rows(verdicts)),
+            _gate(artifact),
             Chart("Lineage", lineage_chart(lineage_nodes(artifact))),
             Facts("Digests", summary["lineage"]),
         ]
-
-
-def _champion_before(registry: Registry, inputs: Mapping[str, str]) -> Version | None:
-    """The champion that the key of `inputs` names; the present champion if it names none.
-
-    For a model that is or was the champion itself, it is the predecessor, if that was not deleted.
-    A champion that was published without a comparison is compared with itself.
-    """
-    champion = registry.champion()
-    if champion is None:
-        return None
-    known = [champion, *reversed(registry.versions())]
-    if "champion" not in inputs:
-        return next((v for v in known if v.manifest["inputs"] == inputs), champion)
-    return next((v for v in known if v.manifest["digest"] == inputs["champion"]), None)
 
 
 def registry_of(recipe: Recipe) -> Registry:
@@ -399,25 +398,10 @@ def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
     return {"metrics": metrics_by_name(models), "differences": by_name}
 
 
-def _license_digests(base: Path) -> dict[str, str]:
-    """The licence files' part of the key; empty without files."""
-    texts = {path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)}
-    return {"license_files": digest_json(texts)} if texts else {}
-
-
-def read_metrics(artifact: Artifact) -> dict[str, Any]:
-    """Content of metrics.json, with the champion's metrics if it was compared; else {}."""
-    has_metrics = any(file.path == METRICS for file in artifact.files)
-    return dict(json.loads(artifact.read(METRICS))) if has_metrics else {}
-
-
-def show_verdicts(verdicts: Sequence[promotion_gate.Verdict], where: str) -> list[Panel]:
-    """The verdicts on a rejected model, and the artifact with every number."""
-    return [Table("Gate", promotion_gate.as_rows(verdicts)), Facts("Verdict", {"where": where})]
-
-
-VERDICT = "verdict"
-VERDICT_VERSION = 2
+def _gate(artifact: Artifact) -> Table:
+    """The verdicts of the gate on a model, published or rejected."""
+    verdicts = [promotion_gate.Verdict(**verdict) for verdict in json.loads(artifact.read(GATE))]
+    return Table("Gate", promotion_gate.as_rows(verdicts))
 
 
 @dataclass(frozen=True)
@@ -427,8 +411,8 @@ class VerdictStage(Stage):
     publication: PublishStage
     rejection: Rejected
 
-    name = VERDICT
-    version = VERDICT_VERSION
+    name = "verdict"
+    version = 2
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -462,3 +446,8 @@ class VerdictStage(Stage):
             "compared_with": rejection.compared_with,
             "parents": {} if again is None else {CHAMPION_EVALUATION: again},
         }
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """The verdicts on a rejected model, and the artifact with every number."""
+        return [_gate(artifact), Facts("Verdict", {"where": artifact.uri})]

@@ -143,22 +143,19 @@ def _pictures(images: Artifact) -> set[str]:
     return {value for shard in shards if shard is not None for value in shard.meta["hashes"]}
 
 
-def check_start_is_champion(registry: Registry, champion: Champion, model: str) -> None:
+def check_start_is_champion(registry: Registry, start: str, model: str) -> None:
     """Raise Failed if another version is the champion now, for example after a rollback.
 
     Args:
+        start: the version that a retraining started from.
         model: digest of the weights in publication. They may be the champion already, by an attempt
             that failed after its promotion.
     """
     now = registry.champion()
-    if now is not None and now.manifest["inputs"].get("model") == model:
+    if now is not None and (now.name == start or now.manifest["inputs"].get("model") == model):
         return
-    if now is None or now.name != champion.version:
-        name = "none" if now is None else now.name
-        raise Failed(
-            f"retrain: the champion was {champion.version} at the start and is {name} now: "
-            "run again"
-        )
+    name = "none" if now is None else now.name
+    raise Failed(f"retrain: the champion was {start} at the start and is {name} now: run again")
 
 
 def _load(store: Store, stage: str, key: str, version: str) -> Artifact:

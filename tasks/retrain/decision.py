@@ -28,6 +28,7 @@ from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.objective.noise_schedule import FLOW, is_flow
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
+from tasks.build_or_reuse import GATE, GRID, METRICS, Stage
 from tasks.encode import transform as encode
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.stage import show_closest_pairs
@@ -35,10 +36,9 @@ from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.progress import Progress, stage_links
 from tasks.publish import promotion_gate
 from tasks.publish import stage as publish
-from tasks.publish import stage as rejection_artifact
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import SELECTION, Changes
-from tasks.stage import GATE, GRID, METRICS, Stage, local_weights
+from tasks.trained_weights import local_weights
 
 STAGE = "retrain"
 VERSION = 2
@@ -82,20 +82,31 @@ class DecisionStage(Stage):
         """The evaluation, and the verdict on a rejected model."""
         return self.evidence
 
+    @property
+    def too_few_rows(self) -> str | None:
+        """One sentence if the source has fewer new rows than a retraining needs."""
+        changes = self.changes
+        least = self.recipe.retrain.min_new_rows
+        if self.champion is None or changes.new_rows >= least:
+            return None
+        rows = f"{changes.new_rows:,} new rows" if changes.new_rows else "no new rows"
+        enough = f", fewer than {least:,}" if changes.new_rows else ""
+        removed = f"; {changes.removed_rows:,} rows were removed" if changes.removed_rows else ""
+        return f"the source has {rows} since {self.champion.version}{enough}{removed}"
+
     def why_unchanged(self, store: Store) -> str | None:
         """One sentence why there is nothing to train; None if there is."""
-        changes = self.changes
+        if self.too_few_rows is not None:
+            return self.too_few_rows
         champion = self.champion
-        least = self.recipe.retrain.min_new_rows
-        if champion is not None and changes.new_rows < least:
-            return _few(changes, champion, least)
         artifact = store.find(STAGE, self.parts.key)
         if artifact is None:
             return None
         decided = artifact.summary
         if decided["status"] == "rejected":
             before = "the base" if champion is None else champion.version
-            return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
+            rows = f"these {self.changes.rows:,} rows"
+            return f"the gate rejected a model of {rows} and {before} before"
         if champion is None:  # its registry was deleted
             return None
         version = decided["version"]
@@ -113,21 +124,11 @@ class DecisionStage(Stage):
         }
 
 
-def _few(changes: Changes, champion: Champion, least: int) -> str:
-    rows = f"{changes.new_rows:,} new rows" if changes.new_rows else "no new rows"
-    enough = f", fewer than {least:,}" if changes.new_rows else ""
-    removed = f"; {changes.removed_rows:,} rows were removed" if changes.removed_rows else ""
-    return f"the source has {rows} since {champion.version}{enough}{removed}"
-
-
 def show_retraining(
     model: str, store: Store, champion: Champion | None, changes: Changes, report: dict[str, Any]
 ) -> list[Panel]:
     """What changed, the samples, the metrics before and after, the verdict, and the pictures."""
-    facts: dict[str, Any] = {
-        "status": report["status"],
-        "champion before": report["start"] or "none",
-    }
+    facts = {"status": report["status"], "champion before": report["start"] or "none"}
     facts |= {"why": report["why"]} if "why" in report else {}
     facts |= {"model": report["model"]} if report["model"] else {}
     panels: list[Panel] = [Facts("Retraining", facts), Facts("Source", _source_facts(changes))]
@@ -142,9 +143,15 @@ def show_retraining(
         panels.append(Table("Metrics on equal held-out pictures", rows))
         panels.append(PicturePanel("Base above, new model below", evaluated.read(GRID)))
         panels += show_closest_pairs(evaluated)
-    if (verdicts := _verdicts(report)) is not None:
+    gate = report.get("gate")
+    if gate is None and report["model"] is not None:
+        gate = _read(report["model"], GATE)
+    if gate is not None:
+        verdicts = [promotion_gate.Verdict(**verdict) for verdict in gate]
         panels.append(Table("Gate", promotion_gate.as_rows(verdicts)))
-    panels += _champions_picture(champion)
+    if champion is not None:
+        with fsspec.open(f"{champion.uri}/{GRID}", "rb") as stream:
+            panels.append(PicturePanel(f"Base above, {champion.version} below", stream.read()))
     return [*panels, stage_links(model, stages)]
 
 
@@ -164,17 +171,15 @@ def _metrics(
 ) -> list[dict[str, Any]]:
     """Rows of (metric, base, champion, new); the champion's column only if it is comparable."""
     old = {} if champion is None else _champions_metrics(store, evaluated, champion, report)
-    rows = []
-    for name, models in evaluated.summary["metrics"].items():
-        rows.append(
-            {
-                "metric": name,
-                "base": models["base"]["value"] if "base" in models else "—",
-                "champion": old[name]["value"] if name in old else "—",
-                "new": models["tuned"]["value"],
-            }
-        )
-    return rows
+    return [
+        {
+            "metric": name,
+            "base": models["base"]["value"] if "base" in models else "—",
+            "champion": old[name]["value"] if name in old else "—",
+            "new": models["tuned"]["value"],
+        }
+        for name, models in evaluated.summary["metrics"].items()
+    ]
 
 
 def _champions_metrics(
@@ -184,11 +189,11 @@ def _champions_metrics(
     judged = verdict_of(store, report)
     if judged is not None or report["model"] is not None:
         uri = report["model"] if judged is None else judged.uri
-        compared = _published(uri)["metrics"]
+        compared = _read(uri, METRICS)["metrics"]
         metrics = {n: models["champion"] for n, models in compared.items() if "champion" in models}
         if metrics:  # a rule names the champion, which may have been measured again
             return metrics
-    before = _published(champion.uri)
+    before = _read(champion.uri, METRICS)
     if before.get("fingerprint") != evaluated.summary["fingerprint"]:
         return {}
     return {n: models["tuned"] for n, models in before["metrics"].items() if "tuned" in models}
@@ -196,30 +201,14 @@ def _champions_metrics(
 
 def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:
     """The verdict on a rejected model; None for a published model."""
-    if rejection_artifact.VERDICT not in report:
-        return None
-    return store.load(rejection_artifact.VERDICT, report[rejection_artifact.VERDICT]["key"])
+    verdict = publish.VerdictStage.name
+    return store.load(verdict, report[verdict]["key"]) if verdict in report else None
 
 
-def _published(uri: str) -> dict[str, Any]:
-    with fsspec.open(f"{uri}/{METRICS}", "rb") as stream:
-        return dict(json.load(stream))
-
-
-def _verdicts(report: dict[str, Any]) -> list[promotion_gate.Verdict] | None:
-    if "gate" in report:
-        return [promotion_gate.Verdict(**verdict) for verdict in report["gate"]]
-    if report["model"] is None:
-        return None
-    with fsspec.open(f"{report['model']}/{GATE}", "rb") as stream:
-        return [promotion_gate.Verdict(**verdict) for verdict in json.load(stream)]
-
-
-def _champions_picture(champion: Champion | None) -> list[Panel]:
-    if champion is None:
-        return []
-    with fsspec.open(f"{champion.uri}/{GRID}", "rb") as stream:
-        return [PicturePanel(f"Base above, {champion.version} below", stream.read())]
+def _read(uri: str, name: str) -> Any:
+    """Content of a JSON file of a published model or of an artifact."""
+    with fsspec.open(f"{uri}/{name}", "rb") as stream:
+        return json.load(stream)
 
 
 #: A warm-up takes a tenth of a retraining's steps at most.

@@ -28,13 +28,13 @@ from configs.settings.data import Download
 from configs.settings.recipe import Recipe
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import family_named
+from tasks.build_or_reuse import Stage
 from tasks.download import shard_plan
 from tasks.download.rows import shard_ends
 from tasks.download.shard import STAGE as DOWNLOAD
 from tasks.download.shard import shard_key
 from tasks.encode.transform import STAGE, VERSION
 from tasks.retrain.champion import Champion
-from tasks.stage import Stage
 
 Rows = dict[bytes, shard_plan.Span]  # row hash -> its place in the source
 log = logging.getLogger("kiln")
@@ -93,7 +93,9 @@ def plan_changes(
         fetched = Changes(plan.source_digest, plan.rows, plan.rows, 0, plan.rows, 0, count)
         return plan, fetched
     images = champion.load(store, DOWNLOAD, champion.images)
-    old = _row_lists(images)
+    lists = [entry for entry in images.files if entry.path.endswith(".parquet")]
+    # Key of each shard -> its parquet.
+    old = {at.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: at for at in lists}
     kept = {spec.key: spec for spec in plan.shards if spec.key in old}
     rest: Rows = {}
     for row_hash, span in shard_plan.planned_hashes(
@@ -135,12 +137,6 @@ def _cut(settings: Download, rows: Rows) -> list[shard_plan.ShardSpec]:
 def _spec(settings: Download, rows: list[tuple[bytes, shard_plan.Span]]) -> shard_plan.ShardSpec:
     key = shard_key(settings)(shard_plan.rows_digest(row_hash for row_hash, _ in rows))
     return shard_plan.ShardSpec(key, len(rows), shard_plan.join_spans(span for _, span in rows))
-
-
-def _row_lists(images: Artifact) -> dict[str, FileEntry]:
-    """Key of each shard -> its parquet."""
-    listed = [entry for entry in images.files if entry.path.endswith(".parquet")]
-    return {entry.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: entry for entry in listed}
 
 
 def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
@@ -290,7 +286,8 @@ class SelectionStage(Stage):
         shards = _shards(self.latents)
         new = [shard for shard in shards if shard.key not in known]
         unchanged = [shard for shard in shards if shard.key in known and _count([shard])]
-        wanted = _wanted(_count(new), share)
+        # The old samples' share of all; at least one.
+        wanted = max(1, round(_count(new) * share / (1 - share))) if share else 0
         replay, rest = _sample(unchanged, wanted, self.champion)
         if rest is not None:
             replay.append(self._cut(rest, wanted - _count(replay), draft))
@@ -324,9 +321,8 @@ class SelectionStage(Stage):
         with tempfile.TemporaryDirectory(prefix="kiln-replay-") as folder:
             path = Path(folder, "shard.safetensors")
             groups = cut_shard(ref, info, count, seed, path, cache_bytes=cache_bytes)
-            key = digest_json(
-                {"cut": entry.sha256, "samples": count, "seed": seed, "of": SELECTION}
-            )
+            parts = {"cut": entry.sha256, "samples": count, "seed": seed, "of": SELECTION}
+            key = digest_json(parts)
             files = {".safetensors": str(path)}
             return draft.store.commit_shard(STAGE, key, files, {"groups": groups})
 
@@ -335,11 +331,6 @@ def new_samples(latents: Artifact, old: Artifact) -> int:
     """Number of training samples in the shards that the champion's latents lack."""
     known = {shard.key for shard in _shards(old)}
     return _count([shard for shard in _shards(latents) if shard.key not in known])
-
-
-def _wanted(new: int, share: float) -> int:
-    """The number of old samples for their `share` of all; at least 1, unless the share is 0."""
-    return max(1, round(new * share / (1 - share))) if share else 0
 
 
 def _sample(shards: Sequence[Shard], wanted: int, seed: str) -> tuple[list[Shard], Shard | None]:

@@ -34,8 +34,8 @@ from artifacts.filesystems import delete_tree
 from artifacts.store import KeyParts, Store
 from configs.errors import Away, Failed
 from runtimes.train.checkpoints import Checkpoints
+from tasks.build_or_reuse import storing
 from tasks.publish.registry import Registry
-from tasks.stage import storing
 
 PARTS = KeyParts("train", 1, {}, {})
 

@@ -25,13 +25,13 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from runtimes.train.checkpoints import Checkpoints
+from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.evaluate.distances import Estimate, Estimates, to_npz
 from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import stage as publish_stage
 from tasks.publish.register import register
 from tasks.publish.registry import Registry
-from tasks.stage import StageResult, build_or_reuse
 
 NAME = "chaos"
 GATE = "score >= champion * 0.5"

@@ -38,7 +38,7 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from flows.store_commands import collect_garbage, verify_store
 from runtimes.pipeline_folder.folder import Base
-from tasks import stage
+from tasks import code_version
 from tasks.publish.registry import AliasNotWritten, Registry
 
 #: Errors after which a user runs the command again, or restores what the message names.
@@ -124,8 +124,8 @@ def prepare(jump: Jump) -> None:
     gc.filesystems.present_time = present  # type: ignore[attr-defined]
     quick = SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20))
     gcsfs.retry.asyncio = quick  # which waits up to 32 seconds between attempts
-    stage.git_commit = lambda: None
-    stage.package_versions = lambda *_: {}
+    code_version.git_commit = lambda: None
+    code_version.package_versions = lambda *_: {}
     toy_flow.without_models()
 
 

@@ -17,7 +17,7 @@ from kiln_command import ROOT
 from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import Settings
 
-from flows.prefect_run import PUBLISHED, REJECTED
+from flows.finetune import PUBLISHED, REJECTED
 
 
 def test_servers_ask_no_analytics_host(monkeypatch: pytest.MonkeyPatch) -> None:

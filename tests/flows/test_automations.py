@@ -19,7 +19,7 @@ RUN = """
 import sys
 from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
-from flows.prefect_run import emit_published, emit_rejected
+from flows.finetune import emit_published, emit_rejected
 
 url = sys.argv[1]
 if url != "emit":

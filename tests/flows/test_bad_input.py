@@ -22,7 +22,8 @@ from artifacts.store import KeyParts, Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
-from flows import checks, run_command
+from flows import run as run_module
+from flows import run_in_terminal
 from flows.cli import main
 from flows.generate import output_folder
 from tasks import doors
@@ -33,8 +34,8 @@ Here = Callable[..., str]  # of conftest.py
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server is configured, and none may start."""
-    monkeypatch.setattr(run_command, "configured_server", lambda: None)
-    monkeypatch.setattr(run_command, "start_server", pytest.fail)
+    monkeypatch.setattr(run_in_terminal, "configured_server", lambda: None)
+    monkeypatch.setattr(run_in_terminal, "start_server", pytest.fail)
 
 
 def only_line(said: str) -> str:
@@ -87,7 +88,7 @@ def test_a_server_of_prefect_that_is_gone_is_not_the_store(
     def gone(*_: Any, **__: Any) -> None:
         raise httpx.ConnectError("All connection attempts failed")
 
-    monkeypatch.setattr("flows.run_command.run", gone)
+    monkeypatch.setattr("flows.run_in_terminal.run", gone)
     said = only_line(here("run", "digits", code=1))
     assert "Prefect's server does not answer (All connection attempts failed): run the same" in said
 
@@ -218,16 +219,16 @@ def test_a_download_alone_needs_no_training_runtime(
 
     monkeypatch.setattr(doors.registry, "check_installed", missing)
     recipe = load_recipe("digits", small)
-    checks.enter_before_server(recipe, "download")
+    run_module.enter_before_server(recipe, "download")
     with pytest.raises(Refused, match="is not installed"):
-        checks.enter_before_server(recipe, "encode")
+        run_module.enter_before_server(recipe, "encode")
 
 
 def test_a_setting_without_effect_is_not_refused_before_the_server(small: dict[str, Any]) -> None:
     tf32 = {**small, "train.allow_tf32": True, "train.device": "cpu"}
     with pytest.raises(Refused, match=r"allow_tf32 needs a CUDA device, not cpu"):
-        checks.enter_before_server(load_recipe("digits", tf32))
-    checks.enter_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
+        run_module.enter_before_server(load_recipe("digits", tf32))
+    run_module.enter_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/list.parquet", "https://a.org/list.parquet"])
@@ -238,23 +239,30 @@ def test_a_remote_source_is_not_read_before_the_server(
     source = {"source.kind": "urls", "source.path": path}
     own = {name: value for name, value in small.items() if not name.startswith("source.")}
     recipe = load_recipe("digits", {**own, **source})
-    checks.enter_before_server(recipe)
+    run_module.enter_before_server(recipe)
 
 
 def test_of_a_sweep_the_trials_are_checked_before_the_server(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []
-    monkeypatch.setattr(run_command, "configured_server", lambda: None)
+    monkeypatch.setattr(run_in_terminal, "configured_server", lambda: None)
     monkeypatch.setattr(
-        run_command, "_enter_before_server", lambda r, _: checked.append(r.train.seed)
+        run_module, "enter_before_server", lambda r, *_: checked.append(r.train.seed)
     )
     ended = {"status": "unchanged", "why": "", "metrics": {}}
-    monkeypatch.setattr(run_command, "_run_flow", lambda *_, **__: ended)
+    monkeypatch.setattr(run_in_terminal, "_run_flow", lambda *_, **__: ended)
     swept = {"sweep.values": {"train.seed": [1, 2]}}
     overrides = {**small, "train.seed": 5, **swept}
-    run_command.run("sweep", recipe="digits", overrides=overrides, as_json=False)
+    run_in_terminal.run("sweep", recipe="digits", overrides=overrides, as_json=False)
     assert set(checked) == {1, 2}
+
+
+def test_a_blank_reason_of_force_starts_no_server(
+    here: Here, small: dict[str, Any], no_server: None
+) -> None:
+    said = only_line(here("run", "digits", "--force", " ", overrides=small, code=2))
+    assert said.startswith("kiln: force: give a reason")
 
 
 def test_a_metric_of_a_sweep_that_is_not_measured_starts_no_server(
@@ -301,7 +309,7 @@ def test_an_error_before_the_server_is_json_too(
 ) -> None:
     overrides = {**small, "store": "/proc/nowhere"}
     with pytest.raises(Refused) as error:
-        run_command.run("finetune", recipe="digits", overrides=overrides, as_json=True)
+        run_in_terminal.run("finetune", recipe="digits", overrides=overrides, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"status": "failed", "error": str(error.value)}
 
 

@@ -15,7 +15,7 @@ from artifacts.store import Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
-from flows.checks import prepare
+from flows.run import prepare
 from tasks.panels import Panel, to_markdown
 
 pytestmark = pytest.mark.soak
@@ -71,15 +71,14 @@ def test_a_cached_flows_operations_do_not_grow_with_the_store(
     def show(key: str, heading: str, panels: Callable[[], list[Panel]]) -> None:
         assert to_markdown(heading, panels())
 
-    for module in ("flows.prefect_run", "flows.finetune"):
+    for module in ("tasks.build_or_reuse", "flows.finetune"):
         monkeypatch.setattr(f"{module}.show_in_prefect", show)
     for stage in STAGES:  # without Prefect's engine, which reads and writes elsewhere
         task = getattr(finetune, stage)
         monkeypatch.setattr(
             finetune, stage, lambda run, *before, task=task: task.fn(run, *map(result_of, before))
         )
-    monkeypatch.setattr(finetune, "run_task", lambda task, recipe, *given: task(*given))
-    monkeypatch.setattr(finetune.prefect_run, "without_edges", lambda run: run)
+    monkeypatch.setattr(finetune, "run_task", lambda task, *given: task(*given))
     store = Path(small["store"])
     reuse_all(small)  # its first time in this process stages models
     counts = []

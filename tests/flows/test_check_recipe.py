@@ -16,8 +16,8 @@ from configs.errors import Away
 from configs.load_recipe import load_recipe
 from configs.preflight import Finding, collect
 from configs.settings.recipe import Recipe
-from flows.checks import enter_before_server, prepare
 from flows.doctor import examine, recipe_checks
+from flows.run import enter_before_server, prepare
 from runtimes.contract import Probe
 from runtimes.detect_hardware import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
@@ -310,8 +310,8 @@ def test_weights_of_inception_at_a_url_are_asked_for_by_the_run_alone(tmp_path: 
 
 def test_work_pools_without_a_server_do_not_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("flows.checks.configured_server", lambda: None)
-    monkeypatch.setattr("flows.checks.check_deployments", lambda *given: asked.append(given))
+    monkeypatch.setattr("flows.run.configured_server", lambda: None)
+    monkeypatch.setattr("flows.run.check_deployments", lambda *given: asked.append(given))
     found = check(load_recipe("digits", {"place.train": "gpu"}))["problem"]
     assert found[0].startswith("place: work pools need a lasting Prefect server")
     assert asked == []

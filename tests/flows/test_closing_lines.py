@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.load_recipe import load_recipe
-from flows.run_command import closing_lines, next_commands
+from flows.run_in_terminal import closing_lines, next_commands
 
 
 def report(status: str = "published", **more: Any) -> dict[str, Any]:

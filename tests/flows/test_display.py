@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from flows import finetune, run_command
-from flows.run_command import _Display
+from flows import finetune, run_in_terminal
+from flows.run_in_terminal import _Display
 
 #: An evaluation: (done, total, text), of pictures that are drawn, then measured.
 DRAWN = [(n, 600, f"{n} of 600 pictures drawn") for n in range(0, 601, 50)]
@@ -23,11 +23,13 @@ def test_a_command_says_that_it_works_before_slow_imports(
     def importing() -> None:
         raise SystemExit
 
-    monkeypatch.setattr(run_command, "_prepare_prefect", importing)
+    monkeypatch.setattr(run_in_terminal, "_prepare_prefect", importing)
     with pytest.raises(SystemExit):
-        run_command.run("finetune", recipe="digits", overrides={}, as_json=as_json)
+        run_in_terminal.run("finetune", recipe="digits", overrides={}, as_json=as_json)
     with pytest.raises(SystemExit):
-        run_command.generate(model="digits", prompts=["a"], settings={}, out="", as_json=as_json)
+        run_in_terminal.generate(
+            model="digits", prompts=["a"], settings={}, out="", as_json=as_json
+        )
     told = capsys.readouterr()
     assert (told.err if as_json else told.out) == "checking digits …\n" * 2
 
@@ -86,13 +88,13 @@ def test_a_server_that_is_lost_at_the_end_fails_no_run(
 
     monkeypatch.setattr(finetune, "reports", [])
     monkeypatch.setattr(logging.getLogger("kiln"), "level", logging.INFO)
-    monkeypatch.setattr(run_command, "import_module", lambda _: SimpleNamespace(finetune=flow))
-    monkeypatch.setattr(run_command, "configured_server", lambda: "http://127.0.0.1:9/api")
-    monkeypatch.setattr(run_command, "check_server", lambda _: None)
+    monkeypatch.setattr(run_in_terminal, "import_module", lambda _: SimpleNamespace(finetune=flow))
+    monkeypatch.setattr(run_in_terminal, "configured_server", lambda: "http://127.0.0.1:9/api")
+    monkeypatch.setattr(run_in_terminal, "check_server", lambda _: None)
     if not has_ended:
         with pytest.raises(httpx.ConnectError):
-            run_command._run_flow("finetune", False)
+            run_in_terminal._run_flow("finetune", False)
         return
-    assert run_command._run_flow("finetune", False) == report
+    assert run_in_terminal._run_flow("finetune", False) == report
     told = "warning: Prefect does not show the end of the run: connection refused\n"
     assert capsys.readouterr().out == told

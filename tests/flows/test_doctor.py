@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from flows import doctor
 from flows import doctor as flows_doctor
 from flows.doctor import examine
-from flows.run_command import Refused, check_server
+from flows.run_in_terminal import Refused, check_server
 from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
 

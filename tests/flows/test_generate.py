@@ -12,9 +12,9 @@ from PIL import Image
 
 from artifacts.gc import runs
 from artifacts.store import KeyParts, Store
-from flows.prefect_run import _earlier_stages
+from flows.generate import GenerateRun
+from tasks.build_or_reuse import RECIPE
 from tasks.publish.registry import Registry
-from tasks.stage import RECIPE
 
 pytestmark = pytest.mark.slow
 COMMON = ("num_images_per_prompt=2", "device=cpu")
@@ -97,5 +97,14 @@ def test_pictures_have_their_settings(
     assert made == {key for run in runs(drawn) for key in run.keys}  # `kiln gc` leaves them
 
 
-def test_pictures_have_no_stages_before_them() -> None:
-    assert _earlier_stages("tiny", "generate") == [] == _earlier_stages("tiny", "download")
+def test_pictures_have_no_stages_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    none: Any = None
+    shown: list[object] = []
+    monkeypatch.setattr(GenerateRun, "model_name", "tiny")
+    monkeypatch.setattr(
+        "tasks.build_or_reuse.show_in_prefect", lambda *given: shown.append(given[-1]())
+    )
+    run = GenerateRun(none, "a-run", none)
+    for stage in ("generate", "download"):
+        run.show(stage, "", list)
+    assert shown == [[], []]

@@ -10,8 +10,8 @@ import pytest
 from prefect.logging.loggers import flow_run_logger, task_run_logger
 
 from configs.errors import Failed, Refused
-from flows.prefect_run import log_to_prefect
-from tasks.stage import failing
+from flows.logs_cancellation import log_to_prefect
+from tasks.build_or_reuse import failing
 
 RUN: Any = SimpleNamespace(
     **{"name": "fox", "id": "1", "flow_run_id": "2", "task_key": "encode"},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flows import prefect_run
+from flows import finetune
 
 
 @pytest.fixture
@@ -17,15 +17,15 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({"event": event, **more})
         return object()
 
-    monkeypatch.setattr(prefect_run, "emit_event", emit)
-    monkeypatch.setattr(prefect_run.FlowRunContext, "get", classmethod(lambda _: object()))
+    monkeypatch.setattr(finetune, "emit_event", emit)
+    monkeypatch.setattr(finetune.FlowRunContext, "get", classmethod(lambda _: object()))
     return found
 
 
 def test_a_published_model_is_announced_without_the_secrets_of_its_url(
     sent: list[dict[str, Any]],
 ) -> None:
-    prefect_run.emit_published("digits", "s3://user:word@kiln/registry/digits/v3", {"cmmd": 0.1})
+    finetune.emit_published("digits", "s3://user:word@kiln/registry/digits/v3", {"cmmd": 0.1})
     url = "s3://kiln/registry/digits/v3"
     resource = {"prefect.resource.id": "kiln.model.digits", "prefect.resource.name": "digits"}
     assert sent == [
@@ -44,7 +44,7 @@ def test_a_published_model_is_announced_without_the_secrets_of_its_url(
 
 def test_a_rejected_model_is_announced_with_its_verdicts(sent: list[dict[str, Any]]) -> None:
     verdict = {"rule": "cmmd < base", "passed": False}
-    prefect_run.emit_rejected("digits", "the gate rejected the model", [verdict])
+    finetune.emit_rejected("digits", "the gate rejected the model", [verdict])
     assert sent[0]["event"] == "kiln.model.rejected"
     assert sent[0]["payload"] == {"message": "the gate rejected the model", "gate": [verdict]}
 
@@ -55,8 +55,8 @@ def test_a_lost_event_is_a_warning(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("the server is away")
 
-    monkeypatch.setattr(prefect_run, "emit_event", fail)
+    monkeypatch.setattr(finetune, "emit_event", fail)
     with caplog.at_level(logging.WARNING, "kiln"):
-        prefect_run.emit_published("digits", "/store/registry/digits/v1", {})
+        finetune.emit_published("digits", "/store/registry/digits/v1", {})
     assert "kiln.model.published of digits is lost" in caplog.text
     assert "the server is away" in caplog.text

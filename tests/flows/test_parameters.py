@@ -15,9 +15,9 @@ from configs.secrets import hide_secrets
 from configs.settings.recipe import STAGES
 from flows.finetune import finetune
 from flows.generate import generate
-from flows.prefect_run import revealed
 from flows.retrain import retrain
 from flows.sweep import sweep
+from flows.task_limits import revealed
 from flows.work_pools import run_stage
 
 
@@ -98,7 +98,7 @@ def test_a_secret_that_prefect_has_stored_is_refused(overrides: dict[str, Any]) 
 def test_every_flow_refuses_a_secret_that_is_not_hidden(
     flow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.prefect_run.prepare_process", lambda: None)
+    monkeypatch.setattr("flows.logs_cancellation.prepare_process", lambda: None)
     name = next(n for n in ("overrides", "settings") if n in flow.parameters.properties)
     others = {"model": "digits", "stage": "train", "key": "", "before": {}}
     given = {key: value for key, value in others.items() if key in flow.parameters.properties}

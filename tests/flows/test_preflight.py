@@ -15,15 +15,15 @@ from reused_runs import published_by, run_of_digits
 from artifacts.latent_shards import Latents, ShardRef
 from configs.errors import Refused
 from configs.load_recipe import load_recipe, load_trials
-from flows.checks import check_gate_rules, prepare
+from flows.run import check_gate_rules, prepare
 from flows.sweep import prepared
 from runtimes.detect_hardware import NvidiaGpu, host_memory
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
+from tasks.doors import _check_position_embeddings
 from tasks.evaluate import inception
-from tasks.open_models import _check_position_embeddings
 from tasks.publish.register import register
 from tasks.publish.stage import registry_of
 

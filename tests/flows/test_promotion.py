@@ -13,12 +13,12 @@ from artifacts.compare_and_swap import swap
 from artifacts.store import Artifact, Store
 from configs.errors import Away, Failed
 from configs.settings.recipe import STAGES, Hub
-from flows import finetune, prefect_run
+from flows import finetune
 from flows.run import Run, Sent
+from tasks.build_or_reuse import StageResult
 from tasks.publish import stage as publish
 from tasks.publish.register import register
 from tasks.publish.registry import AliasNotWritten, Champions, Registry, Version
-from tasks.stage import StageResult
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_the_champion_is_measured_where_the_new_model_is(run: Run) -> None:
     assert not measures(run, gate=["clip_score > base"]), "no rule names it"
     assert not measures(replace(run, stages=STAGES[:4])), "nothing is published"
     on_pool = replace(run, stages=("evaluate",))
-    assert not measures(replace(on_pool, scope=Sent("evaluate", evaluated.key, {})))
-    assert measures(replace(on_pool, scope=Sent("evaluate", "the champion's key", {})))
+    assert not measures(replace(on_pool, sent=Sent("evaluate", evaluated.key, {})))
+    assert measures(replace(on_pool, sent=Sent("evaluate", "the champion's key", {})))
     store.draft(publish.PublishStage(run.recipe, run.base, trained, evaluated).parts).commit({}, {})
     assert not measures(run), "the model is published"
 
@@ -136,7 +136,7 @@ def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
     def load_before(self: StageResult, store: Store) -> Artifact:
         return load(self, store) if registry.champion() is None else broken()
 
-    monkeypatch.setattr(prefect_run, "build_or_reuse", lambda *_, **__: result)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", lambda *_, **__: result)
     monkeypatch.setattr(finetune, "SHOWS", dict.fromkeys(finetune.SHOWS, broken))
     monkeypatch.setattr(StageResult, "load", load_before)
     monkeypatch.setattr(publish.Registry, "last_move", broken)
@@ -181,7 +181,7 @@ def test_a_run_reports_the_champion_that_its_model_was_compared_with(
             raise publish.Rejected([], {**measured, "fingerprint": "f"})
         return reused(made)
 
-    monkeypatch.setattr(prefect_run, "build_or_reuse", judge)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", judge)
     state: Any = finetune.publish.fn(run, *before)
     assert state.data.outcome == ("rejected" if is_rejected else "reused")
     assert {name: state.data.facts[name] for name in measured} == measured

@@ -21,8 +21,8 @@ from artifacts.store import Draft, KeyParts, Store
 from configs.errors import Away, Refused
 from configs.load_recipe import Trial, load_recipe
 from configs.settings.recipe import STAGES
+from tasks.build_or_reuse import StageResult
 from tasks.evaluate.inputs import MeasuringModels
-from tasks.stage import StageResult
 
 PASSING = [
     *(Away("away"), ConnectionError("reset"), TimeoutError("too long")),
@@ -148,7 +148,7 @@ def test_a_retry_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_worker: bool
 ) -> None:
     """On a worker, Prefect has a line of its own."""
-    from flows.prefect_run import should_retry
+    from flows.task_limits import should_retry
 
     def away() -> None:
         raise Away("away")
@@ -221,7 +221,7 @@ def test_every_stage_backs_off_and_has_a_time_limit(name: str) -> None:
     from prefect.cache_policies import NO_CACHE
 
     from flows import finetune
-    from flows.prefect_run import should_retry
+    from flows.task_limits import should_retry
 
     task: Any = getattr(finetune, name)
     delays = task.retry_delay_seconds

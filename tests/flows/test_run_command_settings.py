@@ -19,8 +19,8 @@ import yaml
 from kiln_command import ROOT, environment, is_running, processes_below, python
 from loopback_server import LoopbackServer
 
-from flows import run_command
-from flows import run_command as flows_runner
+from flows import run_in_terminal
+from flows import run_in_terminal as flows_runner
 from flows.command_errors import wrong_prefect_setting
 
 pytestmark = pytest.mark.slow
@@ -296,9 +296,9 @@ def test_an_empty_url_names_no_server(
     monkeypatch: pytest.MonkeyPatch, at_home: Callable[..., None]
 ) -> None:
     at_home("")
-    assert run_command.configured_server() is None
+    assert run_in_terminal.configured_server() is None
     monkeypatch.setenv("PREFECT_CLIENT_RETRY_EXTRA_CODES", "500")
-    run_command._prepare_prefect()
+    run_in_terminal._prepare_prefect()
     assert "PREFECT_API_URL" not in os.environ
 
 
@@ -318,7 +318,7 @@ def test_a_proxy_is_not_asked_for_servers_of_this_machine(
     others = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     once = type("Once", (Away,), {"asked": []})
     with LoopbackServer(once) as server, patch.dict(os.environ, {**others, **given}, clear=True):
-        run_command._prepare_prefect()
+        run_in_terminal._prepare_prefect()
         assert os.environ.get("no_proxy") == bypassed
         assert httpx.get(server.url).status_code == 422
 

@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed
+from prefect.utilities.annotations import quote
 from toy_recipes import base_of
 
 from artifacts.errors import StoreRefused, retrying
@@ -23,19 +24,18 @@ from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.errors import Away, Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.data import UrlSource
-from configs.settings.recipe import PLACED_STAGES, STAGES, Recipe
+from configs.settings.recipe import PLACED_STAGES, STAGES
 from flows import cli, finetune, send_stage, work_pools
-from flows.checks import checks_of
 from flows.retrain import continue_from_champion
-from flows.run import Run, Sent
+from flows.run import Run, Sent, checks_of
 from tasks.beam.workers import received_recipe
+from tasks.build_or_reuse import Stage, StageResult, build_or_reuse
 from tasks.doors import Doors
 from tasks.download import shard_plan
 from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, read_spans
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
-from tasks.stage import Stage, StageResult, build_or_reuse
 
 PARTS = KeyParts("train", 1, {}, {})
 
@@ -92,7 +92,7 @@ def test_a_sent_run_does_not_send_its_stage_again(run: Run) -> None:
 
 
 def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
-    sent = replace(run, scope=Sent("train", PARTS.key, {}))
+    sent = replace(run, sent=Sent("train", PARTS.key, {}))
     assert sent.send(PARTS, Progress("train"), []) is None
     other = KeyParts("train", 1, {"steps": 2}, {})
     differs = sent.send(other, Progress("train"), [])
@@ -127,7 +127,7 @@ def test_what_a_stage_needs_besides_is_built_where_the_stage_is(run: Run) -> Non
     placed = replace(run, recipe=run.recipe.model_copy(update={"place": place}))
     assert sending(placed, "encode") is not None
     assert placed.build(Selection(0.3)).outcome == "built"
-    sent = replace(run, scope=Sent("train", PARTS.key, {}))
+    sent = replace(run, sent=Sent("train", PARTS.key, {}))
     assert sent.build(Selection(0.5)).outcome == "built"
 
 
@@ -151,7 +151,7 @@ def test_a_sent_run_takes_the_plan_of_its_sender(
     recipe = run.recipe.model_copy(update={"source": source, "download": download})
     run = replace(run, recipe=recipe)
     given, expected = sending(run, "download", run.plan().artifact)["before"], rows_of(run)
-    sent = replace(run, scope=Sent("download", PARTS.key, given))
+    sent = replace(run, sent=Sent("download", PARTS.key, given))
 
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / cache))
     assert rows_of(sent) == expected
@@ -209,7 +209,7 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
 def test_the_results_before_a_sent_stage_are_in_order(run: Run) -> None:
     made = {s: run.store.draft(KeyParts(s, 1, {}, {})).commit({}, {}) for s in reversed(STAGES[:4])}
     keys = {stage: artifact.key for stage, artifact in made.items()}
-    before = Sent("evaluate", PARTS.key, keys).results_before(run)
+    before = replace(run, sent=Sent("evaluate", PARTS.key, keys)).results_before()
     assert [one.stage for one in before] == ["download", "encode", "train", "evaluate"]
     assert [one.digest for one in before] == [made[one.stage].digest for one in before]
 
@@ -366,7 +366,7 @@ def test_a_sent_run_waits_for_the_hub(run: Run, waited: list[float]) -> None:
 
 def test_a_retraining_names_its_champion(run: Run) -> None:
     champion = Champion("v3", *[""] * 7)
-    assert sending(run.from_champion(champion), "train")["champion"] == "v3"
+    assert sending(replace(run, champion=champion), "train")["champion"] == "v3"
     assert sending(run, "train")["champion"] is None
 
 
@@ -375,22 +375,22 @@ def test_a_stage_that_waits_holds_no_slot_of_its_limit(
 ) -> None:
     """Otherwise the run on the pool would wait for the slot of the run that waits for it."""
     for task in (finetune.train, continue_from_champion, finetune.download):
-        assert tags_of_run(task, run.recipe, monkeypatch) == {"sent"}
-    assert tags_of_run(finetune.encode, run.recipe, monkeypatch) == {"accelerator"}
-    here = load_recipe("digits")
+        assert tags_of_run(task, run, monkeypatch) == {"sent"}
+    assert tags_of_run(finetune.encode, run, monkeypatch) == {"accelerator"}
+    here = replace(run, recipe=load_recipe("digits"))
     for stage in PLACED_STAGES:
         task = getattr(finetune, stage)
         assert tags_of_run(task, here, monkeypatch) == task.tags
 
 
-def tags_of_run(task: Task[Any, Any], recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def tags_of_run(task: Task[Any, Any], run: Run, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as patch:
-        patch.setattr(Task, "__call__", lambda task: task.tags)
-        return set(send_stage.run_task(task, recipe.place))
+        patch.setattr(Task, "__call__", lambda task, run: task.tags)
+        return set(send_stage.run_task(task, run))
 
 
 def test_a_stage_begins_once_the_server_is_back(
-    waited: list[float], monkeypatch: pytest.MonkeyPatch
+    run: Run, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefect asks the server for a slot; the stages before may have taken days."""
     without_slot = ConcurrencySlotAcquisitionError("tag:accelerator")
@@ -398,19 +398,18 @@ def test_a_stage_begins_once_the_server_is_back(
     answers = [without_slot, answer(503), "trained"]
 
     def call(_: object, *given: object) -> object:
-        assert given == (1, 2)
+        assert given == (quote(run), 2)
         if isinstance(found := answers.pop(0), Exception):
             raise found
         return found
 
     monkeypatch.setattr(Task, "__call__", call)
-    recipe = load_recipe("digits")
-    assert send_stage.run_task(finetune.train, recipe.place, 1, 2, name="train 3") == "trained"
+    assert send_stage.run_task(finetune.train, run, 2, name="train 3") == "trained"
     assert waited == [10.0, 60.0]
     answers += [answer(401), Away("of the stage, which Prefect has tried again")]
     for kind in (PrefectHTTPStatusError, Away):
         with pytest.raises(kind):
-            send_stage.run_task(finetune.train, recipe.place, 1, 2)
+            send_stage.run_task(finetune.train, run, 2)
 
 
 def test_devices_of_sent_stages_are_not_checked_here(
@@ -430,7 +429,7 @@ def test_a_queue_belongs_to_the_deployment_of_its_pool(pool: str, deployment: st
 @pytest.mark.parametrize("command", ["run", "sweep", "retrain", "place"])
 def test_a_temporary_server_is_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it starts: no worker would ever find it."""
-    monkeypatch.setattr("flows.run_command.configured_server", lambda: None)
+    monkeypatch.setattr("flows.run_in_terminal.configured_server", lambda: None)
     words = [command, "digits", "-o", "place.train=gpu"]
     result = typer.testing.CliRunner().invoke(cli.app, words)
     assert isinstance(result.exception, ValueError)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from artifacts.store import KeyParts, Store
+from tasks.build_or_reuse import BOOTSTRAP, METRICS
 from tasks.evaluate import distances
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish.registry import Registry
-from tasks.stage import BOOTSTRAP, METRICS
 
 Here = Callable[..., str]  # of conftest.py
 FACTS = {"created": "2026-01-01", "host": "here", "seconds": 1.0, "reason": "none was there"}

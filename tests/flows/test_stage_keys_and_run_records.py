@@ -15,13 +15,13 @@ from configs.errors import Failed, Refused
 from configs.settings.generate import read_settings
 from configs.settings.recipe import Hub
 from configs.settings.train_parts import Profile
-from flows import finetune, generate, prefect_run
+from flows import finetune, generate
 from flows import run as run_module
 from flows.run import Run
 from tasks import download
+from tasks.build_or_reuse import build_or_reuse
 from tasks.encode.stage import EncodeStage
 from tasks.publish import stage as publish
-from tasks.stage import build_or_reuse
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
         assert parts.stage == task.fn.__name__
         return parts.inputs, parents
 
-    monkeypatch.setattr(prefect_run, "build_or_reuse", note)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", note)
     made = {
         stage: commit(run.store, stage, 1, {"source": "s", "base": "b"})
         for stage in ("download", "encode", "train", "evaluate")
@@ -102,7 +102,7 @@ def test_a_run_records_its_stages_before_their_builds(
         kept.extend({s for s, _ in run.keys} for run in runs(store))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefect_run, "build_or_reuse", killed)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", killed)
     with pytest.raises(KeyboardInterrupt):
         finetune.download.fn(run)
     with pytest.raises(KeyboardInterrupt):
@@ -121,7 +121,7 @@ def test_generate_records_its_run_before_the_build(
         kept.extend((key, parts.key) for run in runs(store) for _, key in run.keys)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefect_run, "build_or_reuse", drawn)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", drawn)
     with pytest.raises(KeyboardInterrupt):
         generate.draw.fn(settings, "a-run")
     ((recorded, wanted),) = kept
@@ -175,7 +175,7 @@ def test_epochs_without_a_step_are_refused_before_a_stage_begins(
         short.plan()
     replace(short, stages=("download", "encode")).plan()
     monkeypatch.setattr(run_module, "plan_changes", lambda *given: given[-1:])
-    again = short.from_champion(cast(Any, "a champion"))
+    again = replace(short, champion=cast(Any, "a champion"))
     again.plan()  # from the champion's weights, by steps of its own
     retrain = run.recipe.retrain.model_copy(update={"start": "base"})
     again = replace(again, recipe=short.recipe.model_copy(update={"retrain": retrain}))

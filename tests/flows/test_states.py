@@ -14,13 +14,13 @@ from artifacts.gc import needed_by, runs
 from artifacts.store import KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
-from flows import finetune, prefect_run
+from flows import finetune
 from flows.run import Run
+from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish.promotion_gate import Verdict
 from tasks.publish.stage import PublishStage, Rejected, VerdictStage, lineage_nodes
-from tasks.stage import StageResult, build_or_reuse
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Run:
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of artifacts in Prefect."""
     found: list[str] = []
-    monkeypatch.setattr("flows.prefect_run.show_in_prefect", lambda key, *_: found.append(key))
+    monkeypatch.setattr("tasks.build_or_reuse.show_in_prefect", lambda key, *_: found.append(key))
     return found
 
 
@@ -57,7 +57,7 @@ def test_the_final_state_of_a_task_names_the_outcome(
 ) -> None:
     made = result(run.store, "encode", outcome)
     monkeypatch.setattr(EncodeStage, "parts", KeyParts("encode", 1, {}, {}))
-    monkeypatch.setattr(prefect_run, "build_or_reuse", lambda *_, **__: made)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", lambda *_, **__: made)
     state: Any = finetune.encode.fn(run, result(run.store, "download"))
     assert state.is_completed() and state.name == name
     assert state.result() == made
@@ -86,8 +86,8 @@ def test_a_rejected_model_is_an_outcome_with_its_verdicts(
     inputs = {"model": before[2].digest, "evaluation": before[3].digest}
     parts = KeyParts("publish", 1, {}, inputs)
     monkeypatch.setattr(PublishStage, "parts", parts)
-    monkeypatch.setattr(finetune, "lineage_of", lambda *_: {})
-    monkeypatch.setattr(prefect_run, "build_or_reuse", refuse)
+    monkeypatch.setattr(finetune.publication, "lineage_of", lambda *_: {})
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", refuse)
     state: Any = finetune.publish.fn(run, *before)
     assert state.is_completed() and state.name == "Rejected"
     assert "cmmd < base (measured 2, bound 1)" in state.message
@@ -137,7 +137,7 @@ def test_a_run_ends_after_its_last_stage(
             yield Completed(data=StageResult(stage, "", "", "", "built", 0.0, facts))
 
     monkeypatch.setattr(finetune, "prepare", lambda *_, **__: run)
-    monkeypatch.setattr(finetune.prefect_run, "prepare_process", lambda: None)
+    monkeypatch.setattr(finetune.logs_cancellation, "prepare_process", lambda: None)
     monkeypatch.setattr(finetune, "stages_of", stages)
     report = finetune.finetune.fn("digits", {}, until)
     assert begun == list(report["stages"]) == list(STAGES[: 1 + STAGES.index(until)])

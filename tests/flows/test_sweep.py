@@ -14,8 +14,8 @@ from artifacts.gc import runs
 from artifacts.store import KeyParts, Store
 from configs.errors import Failed
 from configs.load_recipe import Trial, load_recipe
+from tasks.build_or_reuse import METRICS, StageResult
 from tasks.publish.registry import Registry
-from tasks.stage import METRICS, StageResult
 
 pytestmark = pytest.mark.slow
 Report = dict[str, Any]

@@ -9,8 +9,8 @@ from kiln_command import ROOT
 from typer.testing import CliRunner
 
 from flows.cli import app
-from tasks import stage
-from tasks.stage import CODE
+from tasks import code_version
+from tasks.code_version import CODE
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -25,7 +25,7 @@ def shown() -> str:
 def test_version_has_the_commit_of_a_checkout_and_the_digest_of_an_images_code(
     commit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "git_commit", lambda: commit)
+    monkeypatch.setattr(code_version, "git_commit", lambda: commit)
     behind = "" if commit is None else f"{commit}, "
     assert shown() == f"kiln {PROJECT['version']} ({behind}code {CODE})\n"
 

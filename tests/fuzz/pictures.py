@@ -15,7 +15,7 @@ from fuzz.reader import Reader
 from PIL import Image
 
 from configs.settings.data import Download
-from tasks.download.decode import FORMATS, PictureResizer, check_picture
+from tasks.download.decode import FORMATS, PictureResizer, read_header
 from tasks.download.http import FetchFailed
 
 SIZE = (48, 40)
@@ -39,7 +39,7 @@ def _pictures(kind: str, resizer: PictureResizer) -> Reader:
     def read(rng: Random) -> bool:
         body = _changed(rng.choice(valid), kind, rng)
         try:
-            header = check_picture(body, MOST)
+            header = read_header(body, MOST)
             found = resizer.resize(body)
         except FetchFailed:
             return False

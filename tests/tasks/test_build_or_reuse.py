@@ -22,7 +22,8 @@ from artifacts.lock import read_owner
 from artifacts.records import put_atomic
 from artifacts.store import Draft, KeyParts, Store
 from configs.errors import Away, Failed, Refused
-from tasks.stage import StageResult, build_or_reuse, package_versions, storing
+from tasks.build_or_reuse import StageResult, build_or_reuse, storing
+from tasks.code_version import package_versions
 
 SEVEN = f"changed: {', '.join(f'{name} null → true' for name in 'nopqrs')}, …"
 SETTINGS = {"size": 32, "name": "a", "adam": {"rate": 1.0, "decay": 0.0}, "betas": [0.9, 0.99]}

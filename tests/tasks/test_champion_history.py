@@ -16,7 +16,7 @@ from waiting import at_once
 from artifacts import compare_and_swap as cas
 from artifacts.records import encode_record
 from artifacts.store import KeyParts, Store
-from configs.errors import Refused
+from configs.errors import Away, Refused
 from tasks.publish import registry as publish_registry
 from tasks.publish.registry import HISTORY, Registry
 
@@ -155,7 +155,7 @@ def test_a_promotion_gated_against_another_champion_is_refused(
     found.promote("v1", expected=None)
     found.promote("v2", expected="v1")
     for expected in ("v1", None):
-        with pytest.raises(Refused, match="digits: the champion is v2, not"):
+        with pytest.raises(Away, match="digits: the champion is v2, not"):
             found.promote("v3", expected=expected)
     found.promote("v2", expected="v1")  # an equal run has promoted it
     assert [move["version"] for move in found.history()] == ["v1", "v2"]
@@ -182,7 +182,7 @@ def test_one_of_two_concurrent_promotions_succeeds(
     def promote(version: str) -> None:
         try:
             found.promote(version, expected="v1")
-        except Refused:
+        except Away:
             refused.append(version)
 
     at_once(*(partial(promote, version) for version in ("v2", "v3")))

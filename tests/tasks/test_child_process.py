@@ -26,8 +26,8 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks import run_job as tasks_run_job
+from tasks.build_or_reuse import storing
 from tasks.run_job import ChildOutput, JobFailed, run_job, wait_for_result
-from tasks.stage import storing
 
 #: Runs a job, prints its events, and exits with 130 at an interruption.
 STAGE = """

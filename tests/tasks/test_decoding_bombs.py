@@ -27,7 +27,7 @@ from tasks.download.decode import (
     PixelBudget,
     Resized,
     bounded_metadata,
-    check_picture,
+    read_header,
 )
 from tasks.download.http import FetchFailed
 
@@ -80,11 +80,11 @@ def test_a_tiff_decodes_to_no_more_than_its_header_says(body: bytes, reason: str
 
 
 def test_a_tiff_as_programs_write_them_is_accepted() -> None:
-    assert check_picture(saved("TIFF"), 10**6).pixels == SHOWN**2
-    assert check_picture(tiled_tiff((SHOWN, SHOWN), 256), 10**6).pixels == SHOWN**2 + 256**2
+    assert read_header(saved("TIFF"), 10**6).pixels == SHOWN**2
+    assert read_header(tiled_tiff((SHOWN, SHOWN), 256), 10**6).pixels == SHOWN**2 + 256**2
     big_endian = encode_picture(Image.new("I;16B", (SHOWN, SHOWN)), "TIFF")
     assert big_endian.startswith(b"MM")
-    assert check_picture(big_endian, 10**6).pixels == SHOWN**2
+    assert read_header(big_endian, 10**6).pixels == SHOWN**2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_tiff_with_another_directory_is_no_image(change: Callable[[bytes], byt
     changed = change(valid)
     assert changed != valid
     with pytest.raises(FetchFailed, match="not an image"):
-        check_picture(changed, 10**6)
+        read_header(changed, 10**6)
 
 
 def test_an_avif_is_refused_by_its_first_bytes() -> None:
@@ -116,7 +116,7 @@ def test_a_picture_that_decodes_to_another_size_is_no_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lie = Header(SHOWN, SHOWN, is_reducible=False)
-    monkeypatch.setattr("tasks.download.decode.check_picture", lambda body, most: lie)
+    monkeypatch.setattr("tasks.download.decode.read_header", lambda body, most: lie)
     resizer = PictureResizer(Download())
     assert resizer.resize(saved("PNG", 2 * SHOWN)) == "not an image"
     assert resizer.resize(saved("PNG")) != "not an image"
@@ -133,15 +133,15 @@ def test_a_picture_that_decodes_to_another_size_is_no_image(
 )
 def test_only_known_formats_within_the_pixel_limit_are_decoded(body: bytes, reason: str) -> None:
     with pytest.raises(FetchFailed, match=reason):
-        check_picture(body, max_pixels=100 * 100)
-    check_picture(plain_picture(100, 100), max_pixels=100 * 100)
+        read_header(body, max_pixels=100 * 100)
+    read_header(plain_picture(100, 100), max_pixels=100 * 100)
 
 
 def test_a_pixel_bomb_is_refused_by_its_header() -> None:
     bomb = bytearray(plain_picture(8, 8))
     bomb[16:24] = (60000).to_bytes(4, "big") * 2
     with pytest.raises(FetchFailed, match=r"too many pixels|not an image"):
-        check_picture(bytes(bomb), max_pixels=178_956_970)
+        read_header(bytes(bomb), max_pixels=178_956_970)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -197,11 +197,11 @@ def test_a_bomb_of_metadata_takes_no_memory() -> None:
 
 def test_a_jpeg_of_many_scans_is_refused_and_a_progressive_one_is_not() -> None:
     progressive = encode_picture(Image.new("RGB", (64, 64)), "JPEG", progressive=True)
-    assert check_picture(progressive, max_pixels=10_000).pixels == 64 * 64
+    assert read_header(progressive, max_pixels=10_000).pixels == 64 * 64
     last_scan = progressive[progressive.rindex(b"\xff\xda") : -2]
     bomb = progressive[:-2] + 100 * last_scan + progressive[-2:]
     with pytest.raises(FetchFailed, match="too many scans"):
-        check_picture(bomb, max_pixels=10_000)
+        read_header(bomb, max_pixels=10_000)
 
 
 def test_all_threads_together_decode_no_more_pixels_than_the_limit() -> None:

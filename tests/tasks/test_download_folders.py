@@ -21,8 +21,8 @@ from web_sites import serving
 from artifacts.records import digest_bytes
 from configs.errors import Refused
 from tasks import download
-from tasks.download.list_files import list_files
 from tasks.download.rows import Row
+from tasks.download.source_files import list_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 

@@ -12,10 +12,9 @@ from kiln_command import python
 from source_rows import ROWS, make_recipe, rows_of, write_list
 
 from configs.errors import Refused
+from configs.settings.data import UrlSource
 from tasks import download
 from tasks.download import lists
-from tasks.download.lists import FORMATS, read_list
-from tasks.download.lists import read_malformed_list as read_list_in_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -46,8 +45,7 @@ def test_further_columns_of_text_lists_are_text(tmp_path: Path, name: str) -> No
     source = {"kind": "urls", "path": path, "format": kind, "additional_columns": MORE[:2]}
     found = [row.additional for row in rows_of(make_recipe(source), tmp_path)]
     assert found == [{"it's": row["it's"], "likes": str(row["likes"])} for row in WIDE]
-    columns = {"url": "url", "captions": "caption", "sha256": None, "aesthetic_score": None}
-    by_python = lists.read_malformed_list(path, FORMATS[kind], columns, None, MORE[:2])
+    by_python = lists.read_malformed_list(path, UrlSource.model_validate(source))
     texts = [text for table in by_python for text in table["additional"].to_pylist()]
     assert [json.loads(text) for text in texts] == found
 
@@ -57,9 +55,10 @@ def test_a_time_has_one_text_in_every_time_zone(tmp_path: Path) -> None:
     moment = datetime(2026, 11, 28, tzinfo=UTC)
     path = write_list(tmp_path / "a.parquet", [{"url": "u", "caption": moment, "seen": moment}])
     code = f"""if True:
-        from tasks.download.lists import FORMATS, read_list
-        columns = dict(url="url", captions="caption", sha256=None, aesthetic_score=None)
-        (table,) = read_list({path!r}, FORMATS["parquet"], columns, None, ["seen"])
+        from configs.settings.data import UrlSource
+        from tasks.download.lists import read_list
+        source = UrlSource(kind="urls", path={path!r}, additional_columns=["seen"])
+        (table,) = read_list({path!r}, source)
         print(table["captions"][0], table["additional"][0])
     """
     done = python("-c", code, env={**os.environ, "TZ": "America/New_York"})
@@ -78,10 +77,10 @@ def test_both_readers_of_a_list_with_further_columns_give_equal_hashes(
         "tags": [1.0, {"b": 1, "a": 2}],
     }
     path = write_list(tmp_path / f"a.{name}", [*WIDE, odd, {**odd, "likes": 1e300}])
-    columns = {"url": "url", "captions": "caption", "sha256": None, "aesthetic_score": None}
+    source = {"kind": "urls", "path": path, "format": name, "additional_columns": MORE}
     by_both = []
-    for read in (read_list, read_list_in_python):
-        tables = list(read(path, FORMATS[name], columns, None, MORE))
+    for read in (lists.read_list, lists.read_malformed_list):
+        tables = list(read(path, UrlSource.model_validate(source)))
         by_both.append([h for table in tables for h in table["hash"].to_pylist()])
     assert by_both[0] == by_both[1] and len(set(by_both[0])) == len(WIDE) + 2
 

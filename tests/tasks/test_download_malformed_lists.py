@@ -11,10 +11,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 from source_rows import ROWS, make_recipe, many_rows, rows_of, write_list
 
+from configs.settings.data import UrlSource
 from tasks import download
 from tasks.download import lists, shard_plan
-from tasks.download.lists import FORMATS, read_list
-from tasks.download.lists import read_malformed_list as read_list_in_python
 from tasks.download.rows import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -82,11 +81,13 @@ JSON = [f'{{"url": {value}, "caption": {value}, "url": 2}}' for value in VALUES]
 def test_rows_that_duckdb_accepts_are_rows_of_both_readers(
     tmp_path: Path, kind: str, header: str, lines: list[str]
 ) -> None:
-    (tmp_path / f"a.{kind}").write_text(header + "\n".join([*lines, "", ""]))
-    columns = {"url": "url", "captions": "caption", "sha256": "url", "aesthetic_score": "url"}
+    path = str(tmp_path / f"a.{kind}")
+    Path(path).write_text(header + "\n".join([*lines, "", ""]))
+    columns = {"sha256_column": "url", "aesthetic_column": "url"}
+    source = UrlSource.model_validate({"kind": "urls", "path": path, "format": kind, **columns})
     by_both = []
-    for read in (read_list, read_list_in_python):
-        tables = list(read(str(tmp_path / f"a.{kind}"), FORMATS[kind], columns, None, ()))
+    for read in (lists.read_list, lists.read_malformed_list):
+        tables = list(read(path, source))
         by_both.append([row for table in tables for row in table.to_pylist()])
     assert by_both[0] == by_both[1] and len(by_both[0]) == len(lines)
 
@@ -96,10 +97,10 @@ def test_records_of_many_lines_with_stray_quotes_are_read_in_bounded_memory(tmp_
     """Quotes that close one field and open the next one could make one record of all lines."""
     lines = [f'http://x/{n}.jpg","c\n' for n in range(100_000)]
     (tmp_path / "a.csv").write_text("".join(["url,caption\n", *lines]))
-    found = FORMATS["csv"].tolerant
-    assert found is not None
+    read = lists.FORMATS["csv"].tolerant
+    assert read is not None
     tracemalloc.start()
-    urls = [row["url"] for row in found(str(tmp_path / "a.csv"))]
+    urls = [row["url"] for row in read(str(tmp_path / "a.csv"))]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert urls == [""] * len(lines) and peak < 2**23
@@ -126,8 +127,8 @@ def test_malformed_lists_are_read_from_files_without_a_line_limit(
             return Path(self.path).read_bytes()[start:end]
 
     monkeypatch.setattr(LocalFileSystem, "_open", lambda fs, path, *_, **__: RemoteFile(fs, path))
-    columns = {"url": "url", "captions": None, "sha256": None, "aesthetic_score": None}
-    tables = list(read_list_in_python(file, FORMATS[kind], columns, None, ()))
+    listed = {"kind": "urls", "path": file, "format": kind, "caption_column": None}
+    tables = list(lists.read_malformed_list(file, UrlSource.model_validate(listed)))
     found = [url for table in tables for url in table["url"].to_pylist()]
     assert found == [row["url"] for row in ROWS]
 
@@ -161,9 +162,9 @@ def test_a_line_that_unpacks_to_gigabytes_is_one_row_in_bounded_memory(
             stream.write(b"x" * 2**20)
         stream.write(b"\n" + before.splitlines()[-1].encode() + b"\n")
     file = str(tmp_path / f"a.{kind}.gz")
-    columns = {"url": "url", "captions": None, "sha256": None, "aesthetic_score": None}
+    listed = {"kind": "urls", "path": file, "format": kind, "caption_column": None}
     tracemalloc.start()
-    tables = list(read_list_in_python(file, FORMATS[kind], columns, None, ()))
+    tables = list(lists.read_malformed_list(file, UrlSource.model_validate(listed)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     urls = [url for table in tables for url in table["url"].to_pylist()]

@@ -70,7 +70,7 @@ def test_small_and_thin_pictures_are_shown_if_the_recipe_allows_them(
 def test_pictures_of_later_shards_are_shown_where_the_first_has_none(tmp_path: Path) -> None:
     red = encode_picture(Image.new("RGB", (40, 20), "red"))
     store = Store(str(tmp_path / "store"))
-    draft = store.draft(KeyParts(download.STAGE, download.VERSION, {}, {}))
+    draft = store.draft(KeyParts("download", download.VERSION, {}, {}))
     write_tar(tmp_path / "a.tar", [])
     write_tar(tmp_path / "b.tar", [Sample("0", red, "png", ("red",))])
     for name in ("a.tar", "b.tar"):

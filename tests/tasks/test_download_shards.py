@@ -28,7 +28,7 @@ from artifacts.store import KeyParts, Store
 from configs.errors import Away, Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.beam.pipeline import check_options
+from tasks.beam.pipeline import make_pipeline
 from tasks.download import DownloadStage
 from tasks.panels import Table
 
@@ -51,7 +51,7 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     recipe = make_recipe(tmp_path, web, rows(*FAILURES), max_transient=0.5)
     seen: list[tuple[int, int]] = []
     plan = download.plan(recipe)
-    parts = KeyParts(download.STAGE, download.VERSION, {}, {"source": plan.source_digest})
+    parts = KeyParts("download", download.VERSION, {}, {"source": plan.source_digest})
     draft = Store(recipe.store).draft(parts)
     stage = DownloadStage(recipe, plan)
     summary = stage.build(draft, lambda done, total, _: seen.append((done, total)))
@@ -219,10 +219,10 @@ def test_invalid_beam_options_are_named(
     tmp_path: Path, web: Web, beam: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(Refused, match=words):
-        check_options(beam)
+        make_pipeline(beam)
     with pytest.raises(Refused, match=words):
         build(make_recipe(tmp_path, web, rows(), beam=beam))
-    check_options({"direct_num_workers": 2})
+    make_pipeline({"direct_num_workers": 2})
 
 
 def test_importing_beam_prints_nothing() -> None:

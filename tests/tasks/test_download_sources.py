@@ -19,11 +19,11 @@ from source_rows import ROWS, make_recipe, many_rows, parquet, png, rows_of, wri
 from store_servers import REMOTE, UrlOf
 
 from configs.errors import Away, Refused
+from configs.settings.data import UrlSource
 from tasks import download
 from tasks.download import lists as download_lists
-from tasks.download.list_files import reading
-from tasks.download.lists import FORMATS, read_list
 from tasks.download.rows import Row
+from tasks.download.source_files import reading
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -63,12 +63,12 @@ def test_rows_and_their_order_do_not_depend_on_threads(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_list(tmp_path / name, many_rows(50_000))
-    columns = dict.fromkeys(["sha256", "aesthetic_score"]) | {"url": "url", "captions": "caption"}
+    listed = {"kind": "urls", "path": file, "format": name.split(".")[1]}
     tables = []
     for threads in (1, 2, 5):
         with duckdb.connect(config={"threads": threads}) as db, monkeypatch.context() as patch:
             patch.setattr(download_lists, "_database", lambda db=db: db)
-            read = read_list(file, FORMATS[name.split(".")[1]], columns, None, ())
+            read = download_lists.read_list(file, UrlSource.model_validate(listed))
             tables.append(pa.concat_tables(read))
     assert [row["url"] for row in many_rows(50_000)] == tables[0]["url"].to_pylist()
     assert tables[0].equals(tables[1]) and tables[0].equals(tables[2])
@@ -80,14 +80,15 @@ def test_a_damaged_footer_of_a_parquet_file_affects_no_other_list(tmp_path: Path
     rows = pa.table({"url": ["http://a/1.jpg", None, "http://a/3.jpg"]})
     pq.write_table(rows, path, compression="none", store_schema=False)
     write_list(good, [{"url": "http://a/1.jpg"}])
-    columns = dict.fromkeys(["sha256", "aesthetic_score", "captions"]) | {"url": "url"}
+    listed = UrlSource(kind="urls", path=str(path), caption_column=None)
+    others = listed.model_copy(update={"path": str(good), "format": "jsonl"})
     whole = path.read_bytes()
     errors = set()
     for place in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole) - 8):
         for byte in (whole[place] ^ 1, 0):
             path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
             try:
-                tables = list(read_list(str(path), FORMATS["parquet"], columns, None, ()))
+                tables = list(download_lists.read_list(str(path), listed))
             except Refused as error:
                 errors |= {word for word in ("INTERNAL", "statistics") if word in str(error)}
             else:
@@ -95,7 +96,7 @@ def test_a_damaged_footer_of_a_parquet_file_affects_no_other_list(tmp_path: Path
                     table[name].null_count for table in tables for name in ("url", "hash")
                 )
     assert errors == {"INTERNAL", "statistics"}
-    assert [*read_list(str(good), FORMATS["jsonl"], columns, None, ())]
+    assert [*download_lists.read_list(str(good), others)]
 
 
 def test_another_base_url_is_another_picture_unless_its_sha256_is_listed(tmp_path: Path) -> None:

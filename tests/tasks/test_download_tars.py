@@ -18,7 +18,7 @@ from artifacts.store import Store
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.download import tars
+from tasks.download import source_files, tars
 from tasks.download.folders import serve_folder
 from tasks.download.lists import ServedAt
 
@@ -144,7 +144,7 @@ def test_each_picture_is_read_once_by_a_plan_and_from_its_place_by_a_worker(
             return data
 
     data = Path(written(tmp_path / "0.tar", range(50))).read_bytes()
-    monkeypatch.setattr(tars, "open_file", lambda _: Counting(data))
+    monkeypatch.setattr(source_files, "open_file", lambda _: Counting(data))
     source = tars.Tars(make_recipe(tmp_path / "0.tar").source)  # type: ignore[arg-type]
     (table,) = source._rows(str(tmp_path / "0.tar"))
     assert len(table) == 50 and Counting.read_bytes <= len(data)

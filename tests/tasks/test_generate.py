@@ -21,8 +21,8 @@ from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate
+from tasks.build_or_reuse import RECIPE
 from tasks.progress import Progress
-from tasks.stage import RECIPE
 
 pytestmark = pytest.mark.slow
 

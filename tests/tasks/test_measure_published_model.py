@@ -16,9 +16,9 @@ from configs.errors import Away
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.torch_models.loading import load_denoiser
+from tasks.build_or_reuse import Stage
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.published import metrics_of_published, published_estimates
-from tasks.stage import Stage
 
 pytestmark = pytest.mark.slow
 

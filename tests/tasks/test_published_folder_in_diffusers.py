@@ -20,7 +20,7 @@ from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import Weights, write_card
-from tasks.stage import TrainedWeights
+from tasks.trained_weights import TrainedWeights
 
 #: Packages of requirements/oldest.txt: `make setup-oldest`.
 OLDEST = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-oldest")

@@ -27,15 +27,7 @@ from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.published import load_published_model
 from tasks.generate import find_model
 from tasks.publish.assemble import assemble, write_adapters
-from tasks.publish.hub import (
-    PASSWORD,
-    SIGNATURE,
-    _token,
-    check_key,
-    push,
-    sign_version,
-    verify_folder,
-)
+from tasks.publish.hub import PASSWORD, SIGNATURE, _token, push, sign_version, signer, verify_folder
 from tasks.publish.registry import Registry, Version
 
 CARD = b"---\ntags:\n- kilnworks\n---\n# digits\n"
@@ -322,14 +314,14 @@ def test_unusable_keys_are_one_line(
         )
     )
     with pytest.raises(Refused, match="it is of no elliptic curve"):
-        check_key(str(rsa))
+        signer(str(rsa))
     with pytest.raises(Refused, match=PASSWORD):
-        check_key(locked)
+        signer(locked)
     for key in (str(tmp_path / "none.pem"), locked, curve, __file__):
         with pytest.raises(Refused, match=r"^signing key .*docs/publishing.md"):
-            check_key(key)
+            signer(key)
     monkeypatch.setenv(PASSWORD, "open sesame")
-    check_key(locked)
+    signer(locked)
 
 
 def test_the_commands_sign_push_and_verify(

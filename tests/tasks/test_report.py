@@ -16,6 +16,7 @@ from picture_server import picture
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from flows.store_commands import _lineage
+from tasks.build_or_reuse import StageResult
 from tasks.panels import (
     LARGE,
     LARGE_SUM,
@@ -31,7 +32,6 @@ from tasks.panels_charts import intervals_chart, loss_chart
 from tasks.publish import register
 from tasks.publish.registry import Version
 from tasks.publish.stage import CHAMPION_EVALUATION, lineage_nodes
-from tasks.stage import StageResult
 from tasks.train import SAMPLES_SHOWN
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=http://x/y onerror=alert(1)>"

@@ -21,15 +21,15 @@ from flows import retrain as flow
 from flows.retrain import one_at_a_time
 from flows.run import Run
 from flows.store_commands import collect_garbage
+from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.encode.transform import settings_for_key
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish import stage as publish
 from tasks.publish.register import register
 from tasks.retrain import decision
-from tasks.retrain.champion import find_champion
+from tasks.retrain.champion import check_start_is_champion, find_champion
 from tasks.retrain.decision import DecisionStage
 from tasks.retrain.selection import Changes
-from tasks.stage import StageResult, build_or_reuse
 from tasks.train import TrainStage
 
 pytestmark = pytest.mark.slow
@@ -96,17 +96,17 @@ def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) 
     assert champion.images == second["images"].key and champion.latents == second["latents"].key
     assert champion.trained == second["train"].key
     images, latents = commit(run, "download", "grown"), commit(run, "encode", "grown")
-    given = run.from_champion(champion).eval_inputs(images, latents)
+    given = replace(run, champion=champion).eval_inputs(images, latents)
     assert (given.images, given.latents) == (first["images"], first["latents"])
     assert given.training == images  # copies are searched among all pictures
     assert given.digests()["training_images"] == images.digest
     assert run.eval_inputs(images, latents).images == images
     encoded = replace(latents, manifest=latents.manifest | {"inputs": {"encoders": "others"}})
-    others = run.from_champion(champion).eval_inputs(images, encoded)
+    others = replace(run, champion=champion).eval_inputs(images, encoded)
     assert others.latents == encoded  # the champion's latents are of another VAE
     encode = run.recipe.encode.model_copy(update={"holdout": 0.5})
     changed = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}))
-    other = changed.from_champion(champion)
+    other = replace(changed, champion=champion)
     assert other.eval_inputs(images, latents).images == images  # the champion is measured again
 
 
@@ -209,11 +209,11 @@ def test_a_champion_of_another_store_is_refused(run: Run) -> None:
 
 def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -> None:
     first = publish_model(run, "first")
-    started = run.from_champion(find_champion(publish.registry_of(run.recipe), run.store))
-    started.check_start("a model")
+    registry = publish.registry_of(run.recipe)
+    check_start_is_champion(registry, "v1", "a model")
     publish_model(run, "second", start=first)
     with pytest.raises(Failed, match="the champion was v1 at the start and is v2 now"):
-        started.check_start("a model")
+        check_start_is_champion(registry, "v1", "a model")
     results = [result_of(one) for one in (*first.values(), commit(run, "publish", "third"))]
     with pytest.raises(Away, match="v2 became the champion meanwhile"):
         register(run.recipe, run.base, run.store, results, {}, "v1")
@@ -226,11 +226,11 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
 def test_a_retraining_whose_own_model_became_the_champion_goes_on(run: Run) -> None:
     """The task is retried after a promotion whose answer was lost."""
     first = publish_model(run, "first")
-    started = run.from_champion(find_champion(publish.registry_of(run.recipe), run.store))
+    registry = publish.registry_of(run.recipe)
     second = publish_model(run, "second", start=first)
-    started.check_start(second["train"].digest)
+    check_start_is_champion(registry, "v1", second["train"].digest)
     with pytest.raises(Failed, match="the champion was v1 at the start and is v2 now"):
-        started.check_start(first["train"].digest)
+        check_start_is_champion(registry, "v1", first["train"].digest)
 
 
 def test_a_published_model_without_its_registry_is_published_again(run: Run) -> None:
@@ -332,6 +332,6 @@ def test_a_decision_that_cannot_be_recorded_fails_no_published_model(
         monkeypatch.setattr(flow, name, stage(name))
     monkeypatch.setattr(flow, "compare", lambda run: flow.Compared(None, CHANGES, None))
     monkeypatch.setattr(flow, "conclude", conclude)
-    monkeypatch.setattr(flow, "run_task", lambda task, recipe, *given: task(*given))
+    monkeypatch.setattr(flow, "run_task", lambda task, *given: task(*given))
     assert flow._retrain(run)["status"] == "published"
     assert "the decision is not recorded" in caplog.text

@@ -19,15 +19,20 @@ from loopback_server import LoopbackServer
 from multidict import MultiMapping
 from web_sites import answering, reply, serving
 
+from configs.settings.data import Download
 from tasks.download.fetch import run
-from tasks.download.http import Deadline, FetchFailed, FetchLimits, SafeHttpClient, is_public
+from tasks.download.http import Deadline, FetchFailed, SafeHttpClient, is_public
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def fetch(url: str, limits: FetchLimits, deadline: float) -> tuple[bytes, MultiMapping[str]]:
+def limits_of(max_bytes: int = 1000, timeout: float = 60.0, **settings: Any) -> Download:
+    return Download(max_bytes=max_bytes, timeout=timeout, **settings)
+
+
+def fetch(url: str, limits: Download, deadline: float) -> tuple[bytes, MultiMapping[str]]:
     async def fetched() -> tuple[bytes, MultiMapping[str]]:
-        async with SafeHttpClient(limits, {}) as client:
+        async with SafeHttpClient(limits, (), {}) as client:
             return await fetch_at_once(client, url, deadline)
 
     return run(fetched())
@@ -45,7 +50,7 @@ async def fetch_at_once(
 def get(
     host: str, path: str = "/", *, deadline: float = 60.0, timeout: float = 60.0
 ) -> tuple[bytes, MultiMapping[str]]:
-    limits = FetchLimits(max_bytes=1000, timeout=timeout, allow_hosts=frozenset({host}))
+    limits = limits_of(timeout=timeout, allow_hosts=(host,))
     return fetch(f"http://{host}{path}", limits, time.monotonic() + deadline)
 
 
@@ -61,10 +66,10 @@ def test_a_connection_that_was_asked_to_close_is_not_used_again() -> None:
         reply(handler, body=b"one")
 
     with serving(answer) as host:
-        limits = FetchLimits(max_bytes=1000, timeout=60.0, allow_hosts=frozenset({host}))
+        limits = limits_of(allow_hosts=(host,))
 
         async def fetched() -> None:
-            async with SafeHttpClient(limits, {}) as client:
+            async with SafeHttpClient(limits, (), {}) as client:
                 for _ in range(3):
                     await fetch_at_once(client, f"http://{host}/", time.monotonic() + 60)
 
@@ -116,7 +121,7 @@ def test_global_unicast_addresses_are_public(address: str) -> None:
 )
 def test_a_url_that_is_not_public_http_is_refused(url: str, reason: str) -> None:
     with pytest.raises(FetchFailed) as failed:
-        fetch(url, FetchLimits(1000, 60.0), time.monotonic() + 60)
+        fetch(url, limits_of(), time.monotonic() + 60)
     assert (failed.value.reason, failed.value.transient) == (reason, False)
 
 
@@ -131,7 +136,7 @@ def test_a_host_name_is_checked_by_its_resolved_address(monkeypatch: pytest.Monk
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
         url = f"http://pictures.example.org:{host.partition(':')[2]}/"
         with pytest.raises(FetchFailed, match="refused address"):
-            fetch(url, FetchLimits(1000, 60.0), time.monotonic() + 60)
+            fetch(url, limits_of(), time.monotonic() + 60)
     assert requested == ["pictures.example.org"]  # once
 
 
@@ -140,7 +145,7 @@ PRIVATE = ("127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fd00:ec2::254", "
 
 
 def failure_of(
-    monkeypatch: pytest.MonkeyPatch, failures: dict[str, OSError], limits: FetchLimits
+    monkeypatch: pytest.MonkeyPatch, failures: dict[str, OSError], limits: Download
 ) -> tuple[Exception, set[str]]:
     """What a fetch raises of a name whose addresses cannot be connected to, and those it tried."""
     tried = set()
@@ -185,7 +190,7 @@ def test_a_second_address_is_checked_when_the_first_refuses(
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
         monkeypatch.setattr(socket.socket, "connect", connect_but_there)
         port = int(host.partition(":")[2])
-        limits = FetchLimits(1000, 60.0, allow_ports=frozenset({port}))
+        limits = limits_of(allow_ports=(port,))
         with pytest.raises(FetchFailed) as failed:
             fetch(f"http://pictures.example.org:{port}/", limits, time.monotonic() + 60)
     assert (failed.value.reason, failed.value.transient) == ("refused address", False)
@@ -200,7 +205,7 @@ def test_whatever_the_order_of_a_names_addresses_no_private_one_is_connected_to(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str]
 ) -> None:
     refused = {a: ConnectionRefusedError(errno.ECONNREFUSED, f"refused by {a}") for a in addresses}
-    error, tried = failure_of(monkeypatch, dict(refused), FetchLimits(1000, 60.0))
+    error, tried = failure_of(monkeypatch, dict(refused), limits_of())
     assert tried == set(addresses) & set(PUBLIC)
     is_refused = bool(set(addresses) & set(PRIVATE))
     assert str(error) == ("refused address" if is_refused else "connection refused")
@@ -217,7 +222,7 @@ def test_what_this_machine_lacks_is_no_failure_of_a_host(
 ) -> None:
     """Nor where another address of the host fails in another way."""
     away = OSError(errno.ENETUNREACH, "no IPv6")
-    limits = FetchLimits(1000, 60.0)
+    limits = limits_of()
     for failures in (
         {"8.8.8.8": OSError(number, "a")},
         {"2606:4700::1111": away, "8.8.8.8": OSError(number, "a")},
@@ -233,7 +238,7 @@ def test_a_machine_without_ipv6_lacks_nothing_for_other_hosts(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = {"2606:4700::1111": OSError(number, "no IPv6")}
-    error, _ = failure_of(monkeypatch, failures, FetchLimits(1000, 60.0))
+    error, _ = failure_of(monkeypatch, failures, limits_of())
     assert isinstance(error, FetchFailed)
     assert (error.reason, error.transient) == ("connection broken", True)
 
@@ -254,7 +259,7 @@ def test_a_name_that_is_not_looked_up_for_want_of_descriptors_is_not_unknown(
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with pytest.raises((FetchFailed, OSError)) as failed:
-        fetch("http://pictures.example.org/", FetchLimits(1000, 60.0), time.monotonic() + 60)
+        fetch("http://pictures.example.org/", limits_of(), time.monotonic() + 60)
     assert getattr(failed.value, "errno", None) == (errno.EMFILE if is_short else None)
     assert isinstance(failed.value, OSError) == is_short
 
@@ -265,7 +270,7 @@ def test_a_packed_body_is_unpacked_within_the_limit(coding: str) -> None:
     packed = zlib.compress(content) if coding == "deflate" else gzip.compress(content)
 
     def fetched(max_bytes: int) -> bytes:
-        limits = FetchLimits(max_bytes, 60.0, frozenset((host,)))
+        limits = limits_of(max_bytes, allow_hosts=(host,))
         return fetch(f"http://{host}/", limits, time.monotonic() + 60)[0]
 
     with serving(lambda h: reply(h, body=packed, Content_Encoding=coding)) as host:
@@ -278,7 +283,7 @@ def test_a_slow_name_server_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(10) and [])
     with pytest.raises(FetchFailed, match="timeout"):
-        fetch("http://pictures.example.org/", FetchLimits(1000, 60.0), time.monotonic() + 0.2)
+        fetch("http://pictures.example.org/", limits_of(), time.monotonic() + 0.2)
     released.set()
 
 
@@ -291,7 +296,7 @@ def test_only_listed_ports_of_public_hosts_are_allowed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket.socket, "connect", connect)
-    limits = FetchLimits(1000, 60.0, frozenset({"mine.org"}), frozenset({80, 8080}))
+    limits = limits_of(allow_hosts=("mine.org",), allow_ports=(80, 8080))
     reasons = {
         "http://other.org/": "connection refused",
         "http://other.org:8080/": "connection refused",
@@ -334,7 +339,7 @@ def test_a_good_redirect_is_followed_without_the_credentials() -> None:
             reply(handler, body=b"here")
 
     with serving(answer) as host:
-        limits = FetchLimits(1000, 2.0, frozenset({"127.0.0.1"}))
+        limits = limits_of(timeout=2.0, allow_hosts=("127.0.0.1",))
         body, _ = fetch(f"http://us:pa%73s@{host}/a b", limits, time.monotonic() + 60)
     assert body == b"here"
     assert seen == ["Basic " + base64.b64encode(b"us:pass").decode(), None]
@@ -419,7 +424,7 @@ def test_a_self_signed_certificate_is_refused(tmp_path: Path) -> None:
     threading.Thread(target=accept, daemon=True).start()
     with listener, pytest.raises(FetchFailed) as failed:
         url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
-        fetch(url, FetchLimits(9, 60.0, frozenset({"127.0.0.1"})), time.monotonic() + 60)
+        fetch(url, limits_of(9, allow_hosts=("127.0.0.1",)), time.monotonic() + 60)
     assert (failed.value.reason, failed.value.transient) == ("bad certificate", False)
 
 
@@ -441,7 +446,7 @@ def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     server = LoopbackServer(answering(answer))
     server.socket = server_side.wrap_socket(server.socket, server_side=True)
-    limits = FetchLimits(1000, 60.0, frozenset({server.host}))
+    limits = limits_of(allow_hosts=(server.host,))
     try:
         with server:
             body, _ = fetch(f"https://{server.host}/", limits, time.monotonic() + 60)

@@ -18,7 +18,7 @@ from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.model_card import Weights, write_card
 from tasks.publish.smoke_test import files_fault
-from tasks.stage import BASE
+from tasks.trained_weights import BASE
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from web_sites import reply, serving
 from artifacts.errors import may_pass
 from configs.errors import Away, Refused
 from tasks import download
-from tasks.download.list_files import reading
+from tasks.download.source_files import reading
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 Failure = Callable[[BaseHTTPRequestHandler, int, bytes], None]

@@ -7,7 +7,7 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts.records import Damaged
 from artifacts.store import KeyParts, Store
-from tasks.stage import local_weights
+from tasks.trained_weights import local_weights
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 

@@ -36,8 +36,8 @@ from tasks.publish import smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import has_vae_folder
 from tasks.publish.stage import PublishStage, registry_of, settings_for_key
-from tasks.stage import local_weights, weights_content
 from tasks.train import STAGE as TRAIN
+from tasks.trained_weights import local_weights, weights_content
 
 pytestmark = pytest.mark.slow
 

@@ -1,13 +1,11 @@
 """Stages: build an artifact or reuse it, say why, and read what it holds.
 
-Every stage goes through `build_or_reuse`. The reason of a build is what differs from the most
-similar recent artifact. The bytes of shards depend on the versions of this process's code and
-packages.
+A `Builder` builds all stages in the same way: the begin is recorded for `kiln gc`, the end is shown
+in Prefect's UI. Every stage goes through `build_or_reuse`. The reason of a build is what differs
+from the most similar recent artifact.
 
 METRICS to GRID name files of an evaluation, RECIPE to REPORT those that a published model has in
-addition. Trained weights are read as local folders: pipeline parts or LoRA adapters.
-
-The version of this code is that of pyproject.toml, its git commit, and a digest of its files.
+addition.
 """
 
 from __future__ import annotations
@@ -15,38 +13,41 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property, lru_cache, partial
-from importlib.metadata import distributions
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from artifacts.errors import classify
 from artifacts.filesystems import ask_at_once, subfolders
+from artifacts.gc import record_run
 from artifacts.lock import owner_in_words
-from artifacts.records import Damaged, digest_bytes, digest_json, first_fault, open_checked
+from artifacts.records import Damaged
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
 from configs.errors import Failed, Refused
-from configs.load_recipe import CHECKOUT
 from configs.secrets import one_line
-from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.objective.noise_schedule import SCHEDULER_FILE
-from runtimes.process.job import Drawing
-from runtimes.registry import interpreter, spec_of
+from configs.settings.recipe import STAGES
+from tasks import code_version
 from tasks.panels import Panel
-from tasks.progress import Progress
+from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
 
+log = logging.getLogger("kiln")
+METRICS = "metrics.json"
+BOOTSTRAP = "bootstrap.npz"  # resampled values of every metric, for paired differences
+GRID = "before_after.png"
+
+RECIPE = "recipe.yaml"
+GATE = "gate.json"
+REPORT = "report.html"  # outside the manifest, since it shows the publication itself
+
+#: Name of the completed state in Prefect of a stage whose artifact was in the store.
+REUSED = "Reused"
 #: Artifacts of a stage that are compared, the newest first: a store may have several recipes.
 RECENT = 20
 #: Changes that a reason names.
@@ -59,9 +60,8 @@ def why_built(store: Store, parts: KeyParts) -> str:
     The artifact with the fewest changes counts, among the RECENT newest; if several, the newest.
     It may belong to another recipe (`kiln ls` has the recipes of each key).
     """
-    folder = f"{store.root}/{parts.stage}"
     try:
-        if store.fs.exists(f"{folder}/{parts.key}/manifest.json"):
+        if store.fs.exists(f"{store.root}/{parts.stage}/{parts.key}/{MANIFEST}"):
             return "it was damaged"
         recent = _recent_keys(store, parts.stage)
         if not recent:
@@ -78,8 +78,8 @@ def why_built(store: Store, parts: KeyParts) -> str:
     if not changed:
         return "the artifacts before could not be read"
     key, fewest = min(changed, key=lambda pair: len(pair[1]))
-    changes = ", ".join([*fewest[:SHOWN], *["…"][: len(fewest) > SHOWN]])
-    return f"changed since {key[:12]}: {changes}"
+    changes = [*fewest[:SHOWN], "…"] if len(fewest) > SHOWN else fewest
+    return f"changed since {key[:12]}: {', '.join(changes)}"
 
 
 def _readable(store: Store, stage: str, key: str) -> Artifact | None:
@@ -123,15 +123,6 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-log = logging.getLogger("kiln")
-
-#: Packages whose versions a manifest records.
-RECORDED_PACKAGES = (
-    *("kilnworks", "prefect", "apache-beam", "img2dataset", "numpy", "pillow", "safetensors"),
-    *("torch", "diffusers", "transformers", "torch_xla", "jax", "torchax", "mindspore"),
-)
-
-
 @dataclass(frozen=True)
 class StageResult:
     """A stage's result: its artifact and the outcome.
@@ -161,7 +152,7 @@ class StageResult:
 class Stage(ABC):
     """A stage and what it is built from; each stage is a frozen dataclass of its inputs.
 
-    `Builder.build` (flows/prefect_run.py) records, builds or reuses, and checks all of them.
+    `Builder.build` records, builds or reuses, and checks all of them.
     """
 
     name: ClassVar[str]
@@ -254,7 +245,13 @@ def build_or_reuse(
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
         if artifact is None and send is not None:
-            artifact, outcome = _built_elsewhere(store, parts, send)
+            outcome = send()
+            artifact = store.find(parts.stage, parts.key)
+            if artifact is None:
+                raise Failed(
+                    f"{parts.stage} {parts.key[:12]}: the run on the work pool built another "
+                    "artifact: its workers need this version of Kilnworks, and the same models"
+                )
         elif artifact is None:
             ours = versions()
             on_wait = partial(_on_wait, parts, help_builder, ours)
@@ -275,20 +272,6 @@ def build_or_reuse(
                     log.info("%s: committed %s", parts.stage, parts.key[:12])
     seconds = round(time.monotonic() - started, 3)
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
-
-
-def _built_elsewhere(
-    store: Store, parts: KeyParts, send: Callable[[], str]
-) -> tuple[Artifact, str]:
-    """The artifact and the outcome of the run elsewhere."""
-    outcome = send()
-    artifact = store.find(parts.stage, parts.key)
-    if artifact is None:
-        raise Failed(
-            f"{parts.stage} {parts.key[:12]}: the run on the work pool built another artifact: its "
-            "workers need this version of Kilnworks, and the same models"
-        )
-    return artifact, outcome
 
 
 def _on_wait(
@@ -330,12 +313,96 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "versions": package_versions(sys.executable, RECORDED_PACKAGES),
-        "git": git_commit(),
+        "versions": code_version.package_versions(sys.executable, code_version.RECORDED_PACKAGES),
+        "git": code_version.git_commit(),
         "reason": reason,
         "seconds": round(time.monotonic() - begun, 3),
         "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
     }
+
+
+class Builder(ABC):
+    """What builds the stages of a flow run, each in the same way."""
+
+    store: Store
+    id: str  # of the flow run
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """Name of the model, which separates recipes in Prefect."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the record of the run has beside its stages."""
+
+    def begin(self, parts: KeyParts) -> Progress:
+        """Record, before a stage is built, that the run needs it: `kiln gc` keeps what runs need.
+
+        Returns the progress of building the stage.
+        """
+        with storing(self.store):
+            record_run(self.store, self.id, {**self.facts, "stages": {parts.stage: [parts.key]}})
+        return Progress(parts.stage, self.model_name)
+
+    def send(
+        self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
+    ) -> Callable[[], str] | None:
+        """A call that lets a run elsewhere build a stage; None: it is built here.
+
+        Args:
+            before: what the stage is built from: results of the stages before, or the plan.
+        """
+        return None
+
+    def build(
+        self, stage: Stage, before: Sequence[StageResult | Artifact] | None = None
+    ) -> StageResult:
+        """Build a stage's artifact, here or elsewhere, or reuse it, and check it.
+
+        Args:
+            before: as of `send`; None: it is built here.
+
+        Raises:
+            Failed: as `build_or_reuse` and the stage's `check`.
+        """
+        parts = stage.parts
+        progress = self.begin(parts)
+        result = build_or_reuse(
+            *(self.store, parts, partial(stage.build, progress=progress)),
+            parents=stage.parents,
+            help_builder=stage.helper(self.store, progress),
+            versions=stage.versions,
+            send=None if before is None else self.send(parts, progress, before),
+        )
+        summary = result.load(self.store).summary
+        stage.check(summary)
+        return replace(result, facts=stage.facts(summary))
+
+    def ended(self, result: StageResult, show: Callable[[Artifact], list[Panel]]) -> Any:
+        """Show a stage's artifact in the UI, and return the final state of its task.
+
+        Prefect passes the result to a task that receives the state, and draws an edge.
+
+        Args:
+            show: returns the panels of the stage's artifact.
+        """
+        from prefect.states import Completed
+
+        heading = f"{result.stage}: {result.outcome}"
+        # The artifact is loaded where an error is only logged.
+        self.show(result.stage, heading, lambda: show(result.load(self.store)))
+        text = "%s: %s in %.1f s (%s)"
+        log.info(text, result.stage, result.outcome, result.seconds, result.key[:12])
+        return Completed(name=REUSED if result.outcome == "reused" else None, data=result)
+
+    def show(self, stage: str, heading: str, panels: Callable[[], list[Panel]]) -> None:
+        """Show panels of a stage in the UI, with links to the artifacts of the stages before."""
+        earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else ()
+        links = [stage_links(self.model_name, earlier)] if earlier else []
+        key = artifact_key(self.model_name, stage)
+        show_in_prefect(key, heading, lambda: [*panels(), *links])
 
 
 @contextmanager
@@ -357,147 +424,3 @@ def storing(store: Store) -> Iterator[None]:
         if meaning is error:
             raise
         raise meaning from error
-
-
-def runtime_facts(name: str) -> dict[str, Any]:
-    """The runtime of a stage and the package versions of its environment, for a manifest."""
-    return {"runtime": name, "versions": package_versions(interpreter(name), RECORDED_PACKAGES)}
-
-
-def package_versions(python: str, packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version of installed packages in the environment of a Python interpreter."""
-    folders = map(str, Path(python).parents[1].glob("lib/python*/site-packages"))
-    path = sys.path if python == sys.executable else list(folders)
-    installed = {name: list(distributions(name=name, path=path)) for name in packages}
-    return {name: matches[0].version for name, matches in installed.items() if matches}
-
-
-def git_commit() -> str | None:
-    """Git commit of this code, with -dirty if the checkout has changes; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-#: Packages that decode, resize, encode and write.
-SHARD_PACKAGES = (
-    *("img2dataset", "numpy", "opencv-python-headless", "pillow", "pyarrow", "safetensors"),
-    *("torch", "diffusers", "transformers"),
-)
-FOLDERS = ("artifacts", "configs", "runtimes", "tasks")
-
-
-@lru_cache
-def versions(runtime: str = "torch") -> dict[str, str]:
-    """Package -> version in this process, and in the interpreter of a runtime's encoders.
-
-    `Kilnworks` is a digest of our code. Raises Refused if the runtime is not installed.
-    """
-    ours = {"Kilnworks": CODE, **package_versions(sys.executable, SHARD_PACKAGES)}
-    python = interpreter(runtime)
-    packages = (*SHARD_PACKAGES, *spec_of(runtime).needs)
-    theirs = package_versions(python, packages)
-    if python == sys.executable:
-        return ours | theirs
-    return ours | {f"{name} ({runtime})": version for name, version in theirs.items()}
-
-
-def _code_digest(root: Path = CHECKOUT) -> str:
-    """Digest of our modules; an editor's files, such as the dangling link `.#a.py`, are none."""
-    paths = (path for name in FOLDERS for path in (root / name).rglob("*.py"))
-    digests = {}
-    for path in sorted(path for path in paths if not path.name.startswith(".")):
-        with suppress(FileNotFoundError):
-            digests[path.relative_to(root).as_posix()] = digest_bytes(path.read_bytes())
-    return digest_json(digests)[:12]
-
-
-#: The digest at the time of the import: a long-lived worker runs the code that it began with.
-CODE = _code_digest()
-
-
-METRICS = "metrics.json"
-BOOTSTRAP = "bootstrap.npz"  # resampled values of every metric, for paired differences
-GRID = "before_after.png"
-
-RECIPE = "recipe.yaml"
-GATE = "gate.json"
-REPORT = "report.html"  # outside the manifest, since it shows the publication itself
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """Parts that replace the base's parts, and LoRA adapters. Both empty: the base itself."""
-
-    parts: dict[str, Path] = field(default_factory=dict)  # unet, text_encoder, ... -> folder
-    lora: Path | None = None  # adapter file in diffusers' format
-
-    def drawing(self, out: Path) -> Drawing:
-        """A generate job's part that samples with these weights to a folder."""
-        parts = {name: str(folder) for name, folder in self.parts.items()}
-        return Drawing(str(out), parts, None if self.lora is None else str(self.lora))
-
-
-BASE = TrainedWeights()
-
-
-@contextmanager
-def local_weights(trained: Artifact) -> Iterator[TrainedWeights]:
-    """The weights of a train artifact: in place for a local store, else in a temporary copy.
-
-    Raises Damaged: their bytes are not those that were committed.
-    """
-    fs = trained.store.fs
-    kept = set(_weights(trained))
-    entries = [entry for entry in trained.files if entry.path in kept]
-    if trained.store.is_local:
-        fault = first_fault(fs, trained.path, entries, deep=True)
-        if fault is not None:
-            raise Damaged(f"{trained.uri}: {fault}; run again")
-        yield _tuned(Path(trained.path), trained)
-        return
-    with tempfile.TemporaryDirectory(prefix="kiln-tuned-") as folder:
-        for entry in entries:
-            target = Path(folder) / entry.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            url = trained.url(entry.path)
-            with open_checked(url, entry.sha256) as source, target.open("wb") as copy:
-                shutil.copyfileobj(source, copy, 2**22)
-        yield _tuned(Path(folder), trained)
-
-
-def weights_content(trained: Artifact) -> list[Any]:
-    """Path, size and sha256 of each artifact file that affects the pictures."""
-    kept = set(_weights(trained))
-    return [entry.content() for entry in trained.files if entry.path in kept]
-
-
-def _weights(trained: Artifact) -> list[str]:
-    """Paths of all files that sampling reads: adapters, and parts with their configs."""
-    paths = [entry.path for entry in trained.files]
-    configs = (path for path in paths if path.endswith(("/config.json", f"/{SCHEDULER_FILE}")))
-    parts = {path.rpartition("/")[0] for path in configs}
-    return [path for path in paths if path == LORA_WEIGHTS or path.rpartition("/")[0] in parts]
-
-
-def _tuned(folder: Path, trained: Artifact) -> TrainedWeights:
-    paths = _weights(trained)
-    names = sorted({path.partition("/")[0] for path in paths if "/" in path})
-    lora = folder / LORA_WEIGHTS if LORA_WEIGHTS in paths else None
-    return TrainedWeights({name: folder / name for name in names}, lora)
-
-
-def version() -> str:
-    """The version, commit and digest: `0.1.0 (1a2b3c..., code 4d5e6f...)`.
-
-    An image has no commit; the digest tells its code from other code of the same version.
-    """
-    file = CHECKOUT / "pyproject.toml"
-    number = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"]
-    known = [commit] if (commit := git_commit()) else []
-    return f"{number} ({', '.join([*known, f'code {CODE}'])})"

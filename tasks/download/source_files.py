@@ -24,18 +24,8 @@ from configs.errors import Refused
 
 #: Names, in fsspec's file info, of values that change when the file changes.
 CHANGE_MARKERS = (
-    "mtime",
-    "ino",
-    "created",
-    "oid",
-    "blob_id",  # the hub's
-    "etag",
-    "ETag",
-    "generation",
-    "md5Hash",
-    "crc32c",
-    "LastModified",
-    "Last-Modified",
+    *("mtime", "ino", "created", "oid", "blob_id", "etag", "ETag", "generation", "md5Hash"),
+    *("crc32c", "LastModified", "Last-Modified"),
 )
 
 #: Folders that macOS, Synology, QNAP and Windows write.
@@ -119,18 +109,18 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
         if not chosen:
             find_info(fs, root)
             kinds = ", ".join(suffixes) or "visible"
-            raise Refused(
-                f"{path}: no such file, or no {kinds} files in the folder", setting="source.path"
-            )
-        named = {
-            name if is_local else str(fs.unstrip_protocol(name)): chosen[name] for name in chosen
-        }
-        for name in named:
-            if not _is_utf8(name):
-                raise Refused(
-                    f"the name of {name!r} is not UTF-8: rename the file", setting="source.path"
-                )
-        return [ListedFile(name, named[name]) for name in sorted(named)]
+            why = f"{path}: no such file, or no {kinds} files in the folder"
+            raise Refused(why, setting="source.path")
+        listed = list[ListedFile]()
+        for place, info in chosen.items():
+            name = place if is_local else str(fs.unstrip_protocol(place))
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                why = f"the name of {name!r} is not UTF-8: rename the file"
+                raise Refused(why, setting="source.path") from None
+            listed.append(ListedFile(name, info))
+        return sorted(listed, key=lambda file: file.name)
 
 
 def list_range(paths: Sequence[str], suffixes: tuple[str, ...]) -> list[ListedFile]:
@@ -223,14 +213,6 @@ def _fixed_part(pattern: str) -> str:
     return re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def find_info(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     """What fsspec describes of a file; None if there is none.
 
@@ -273,9 +255,8 @@ def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -
     """Raise Refused unless every column of {setting: column} is in `file`, and only once."""
     for setting, column in wanted.items():
         if present.count(column) > 1:
-            raise Refused(
-                f"{file} has several columns {column!r}: rename the others", setting=setting
-            )
+            why = f"{file} has several columns {column!r}: rename the others"
+            raise Refused(why, setting=setting)
         if column not in present:
             near = difflib.get_close_matches(column, present[:COMPARED], n=1, cutoff=0.5)
             names = ", ".join(" ".join(name[:LONGEST].split()) for name in present[:SHOWN])

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from random import Random
@@ -22,24 +22,17 @@ from tempfile import TemporaryFile
 from typing import Any, Literal, TextIO
 from urllib.request import getproxies
 
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe, load_trials
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
-from configs.settings.recipe import STAGES, Recipe, StageName
+from configs.settings.recipe import STAGES, Recipe
 from flows.command_errors import error_as_json, import_prefect
 from tasks import progress
-from tasks.stage import GRID, REPORT
+from tasks.build_or_reuse import GRID, REPORT
 
 
 def start_server() -> None:
@@ -179,7 +172,8 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
     kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
     prompts = (own.prompts[0] for own in recipe.evaluate.prompts.values() if own.prompts)
     place = _place(recipe.store, recipe.publish.registry)
-    name = _name_for_generate(report, recipe.publish.name, place)
+    # The name is enough in the default store, for the champion.
+    name = report["model"] if place or _other_champion(report) else recipe.publish.name
     words = [kiln, "generate", name, next(prompts, "a prompt")]
     yield f"next:      {shlex.join(words)}"
     if _other_champion(report):
@@ -188,11 +182,6 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
         yield f"           {shlex.join(words)}   # makes it the champion"
     if not has_server:
         yield "           make ui   # this run in a browser"
-
-
-def _name_for_generate(report: dict[str, Any], name: str, place: Sequence[str]) -> str:
-    """The model's name where that is enough: in the default store, as the champion."""
-    return report["model"] if place or _other_champion(report) else name
 
 
 def _place(store: str, registry: str | None) -> list[str]:
@@ -244,9 +233,12 @@ def run(
     with error_as_json(as_json):
         recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change later
         has_server = configured_server() is not None
-        if not has_server:
+        if not has_server:  # its start takes longer than a report of wrong input
+            from flows.run import enter_before_server
+
+            until = arguments.get("until", STAGES[-1])
             for recipe in recipes:
-                _enter_before_server(recipe, arguments.get("until", STAGES[-1]))
+                enter_before_server(recipe, until, arguments.get("force"))
             if len(recipes) > 1:
                 from tasks.compare_sweep_trials import check_metric
 
@@ -274,34 +266,22 @@ def _recipes(flow: str, name: str, overrides: dict[str, Any]) -> list[Recipe]:
     return [load_recipe(name, overrides)]
 
 
-def _enter_before_server(recipe: Recipe, until: StageName) -> None:
-    """Report wrong input before a server starts for this run, which takes longer."""
-    from flows.checks import enter_before_server
-
-    enter_before_server(recipe, until)
-
-
 def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `generate` and print its report."""
     _say_first(without_secrets(arguments["model"]), sys.stderr if as_json else sys.stdout)
     _prepare_prefect()
     with error_as_json(as_json):
-        if configured_server() is None:
+        if configured_server() is None:  # as for `run`
+            from flows.generate import output_folder
+            from tasks.generate import check_here
+
             drawing = read_settings(arguments["model"], arguments["prompts"], settings)
-            _check_generate(drawing, arguments["out"])
+            check_here(drawing)
+            output_folder(arguments["out"])
     report = _run_flow("generate", as_json, settings=hide_secrets(settings), **arguments)
     from flows.generate import print_report
 
     print_report(report, as_json=as_json)
-
-
-def _check_generate(settings: Generate, out: str) -> None:
-    """Report wrong input before a server starts for this run, which takes longer."""
-    from flows.generate import output_folder
-    from tasks.generate import check_here
-
-    check_here(settings)
-    output_folder(out)
 
 
 def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
@@ -421,18 +401,18 @@ class _Display(logging.Handler):
     def __init__(self, *, as_json: bool) -> None:
         super().__init__(logging.INFO)
         self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-        self.bar: Progress | None = None
-        self.rows: dict[str, TaskID] = {}
+        self.bar: rich_progress.Progress | None = None
+        self.rows: dict[str, rich_progress.TaskID] = {}
         self.last: dict[str, tuple[int, int]] = {}  # stage -> done and total
 
     def __enter__(self) -> _Display:
         if self.console.is_terminal:
-            self.bar = Progress(
-                TextColumn("{task.description:9}"),
-                BarColumn(bar_width=30),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[text]}"),
+            self.bar = rich_progress.Progress(
+                rich_progress.TextColumn("{task.description:9}"),
+                rich_progress.BarColumn(bar_width=30),
+                rich_progress.MofNCompleteColumn(),
+                rich_progress.TimeElapsedColumn(),
+                rich_progress.TextColumn("{task.fields[text]}"),
                 console=self.console,
             )
             self.bar.start()
