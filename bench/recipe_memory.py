@@ -19,7 +19,14 @@ from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
-from tasks.plan.gpu import FILE, RecipeMemory, plan_for, shipped_plans
+from tasks.plan.gpu import (
+    FILE,
+    RecipeMemory,
+    digest_settings,
+    executed_flops,
+    plan_for,
+    shipped_plans,
+)
 from tasks.progress import bytes_in_words
 
 DOCUMENT = CHECKOUT / "docs/recipes.md"
@@ -36,7 +43,21 @@ def plan(recipe: Recipe, store: Path) -> RecipeMemory:
     model = recipe.model
     base = Base.open(published(model.path), None if model.vae is None else published(model.vae))
     place = recipe.model_copy(update={"store": str(store)})
-    return plan_for(place, parse_gpu("H100"), base).record
+    planned = plan_for(place, parse_gpu("H100"), base)
+    train = recipe.train
+    return RecipeMemory(
+        recipe=recipe.name,
+        settings=digest_settings(recipe),
+        training=planned.peaks.training,
+        samples=planned.peaks.samples,
+        sampling=planned.peaks.sampling,
+        checkpoint=planned.peaks.checkpoint,
+        parameters=planned.step.parameters,
+        checkpoint_bytes=planned.checkpoint_bytes,
+        flops_per_image=executed_flops(planned.step),
+        images=None if planned.steps is None else planned.steps * train.global_batch_size,
+        product_dtype=train.product_dtype,
+    )
 
 
 def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMemory]:

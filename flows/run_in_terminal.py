@@ -27,7 +27,6 @@ from rich.console import Console
 
 from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe, load_trials
-from configs.preflight import enter
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe
@@ -274,10 +273,10 @@ def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> No
     with error_as_json(as_json):
         if configured_server() is None:  # as for `run`
             from flows.generate import output_folder
-            from tasks.generate import checks
+            from tasks.generate import check_here
 
             drawing = read_settings(arguments["model"], arguments["prompts"], settings)
-            enter(checks(drawing), remote=False)
+            check_here(drawing)
             output_folder(arguments["out"])
     report = _run_flow("generate", as_json, settings=hide_secrets(settings), **arguments)
     from flows.generate import print_report

@@ -16,8 +16,8 @@ from configs.preflight import enter
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.doors import Doors
-from tasks.plan.gpu import TYPICAL_MFU, Advice, GpuPlan, RecipeMemory, memory_of, plan_gpu_training
-from tasks.plan.plan import TrainingPlan
+from tasks.plan.gpu import TYPICAL_MFU, Advice, GpuPlan, RecipeMemory, memory_of, plan_for
+from tasks.plan.plan import TrainingPlan, open_configs
 from tasks.plan.tpu import SlicePlan, plan_slice_training
 from tasks.progress import bytes_in_words, gib, hours_in_words
 
@@ -226,7 +226,8 @@ def show_plan(
         raise Refused("--gpu and --topology exclude each other")
     else:
         try:
-            on_gpu = plan_gpu_training(recipe, gpu, search=search, say=_say)
+            memory = parse_gpu(gpu)
+            on_gpu = plan_for(recipe, memory, open_configs(recipe.model), _say, search=search)
         except (Refused, Away) as error:
             if search:  # a stored plan knows the recipe's own batch
                 raise

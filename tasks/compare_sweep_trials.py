@@ -42,10 +42,8 @@ def check_comparable(recipes: Sequence[Recipe], base: Base) -> None:
     metric = recipes[0].sweep.metric
     if not metric.startswith(HOLDOUT_LOSS):
         return
-    losses = [
-        (train.holdout_loss_inputs, schedule_facts(base.schedule(train)))
-        for train in (recipe.train for recipe in recipes)
-    ]
+    trains = [recipe.train for recipe in recipes]
+    losses = [(t.holdout_loss_inputs, schedule_facts(base.schedule(t))) for t in trains]
     if any(loss != losses[0] for loss in losses):
         raise Refused(
             f"sweep.metric: {metric} of trials with another prediction_type, zero_terminal_snr, "
@@ -88,8 +86,7 @@ def tuned_metrics(metrics: Mapping[str, Any], sweep: Sweep) -> dict[str, Any]:
 
 def choose_best(trials: Sequence[Outcome], sweep: Sweep) -> int | None:
     """The number of the measured trial with the best metric, the first among equals; or None."""
-    order = _best_first(trials, sweep)
-    return order[0] if order else None
+    return next(iter(_best_first(trials, sweep)), None)
 
 
 def _best_first(trials: Sequence[Outcome], sweep: Sweep) -> list[int]:
@@ -112,11 +109,11 @@ def show(trials: Sequence[Outcome], sweep: Sweep, facts: Mapping[str, Any]) -> l
         | {label: with_interval(trial["metrics"].get(name)) for label, trial in measured.items()}
         for name in names
     ]
-    curves = {label: trial["curve"] for label, trial in measured.items()}
+    chart = trials_chart({label: trial["curve"] for label, trial in measured.items()})
     return [
         Facts("Sweep", facts),
         Table("Trials", rows(trials, sweep)),
-        Chart("Loss of each trial", trials_chart(curves)),
+        Chart("Loss of each trial", chart),
         Table("Metrics, with 95% confidence intervals", metrics),
     ]
 

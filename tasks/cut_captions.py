@@ -44,11 +44,9 @@ def tell_cut_prompts(stage: str, base: Base, prompts: Iterable[str]) -> Cuts:
 
     distinct = list(dict.fromkeys(prompts))
     tokenizers = text_tokenizers(base)
-    is_cut = {
-        tokenizer.encoder.component: np.array(tokenizer.counts(distinct)) > tokenizer.length
-        for tokenizer in tokenizers
-    }
     limits = {tokenizer.encoder.component: tokenizer.length for tokenizer in tokenizers}
+    counts = {t.encoder.component: np.array(t.counts(distinct)) for t in tokenizers}
+    is_cut = {name: lengths > limits[name] for name, lengths in counts.items()}
     cuts = cuts_of({name: int(cut.sum()) for name, cut in is_cut.items()}, limits)
     tell_cuts(stage, cuts, len(distinct), "prompts")
     ids = np.concatenate([tokenizer.ids(distinct)[0] for tokenizer in tokenizers], axis=1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,9 @@ from artifacts.models import check_model_available, local_model, resolve_model
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
-from configs.preflight import Check
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
 from configs.settings.recipe import NAME
-from runtimes import registry
 from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import TABULATED, drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
@@ -76,18 +72,12 @@ def find_model(settings: Generate) -> EvalModel:
     return load_published_model(resolve_model(locate(settings)))
 
 
-def checks(settings: Generate) -> Iterator[Check]:
-    """The checks that need no fetched model."""
-    yield Check("prompts", partial(_check_prompts, settings))
-    yield Check("model", partial(_check_here, settings))
+def check_here(settings: Generate) -> None:
+    """Raise Refused for what needs no fetched model: prompts, and the place of the model.
 
-
-def _check_prompts(settings: Generate) -> None:
+    A model in a local folder is checked as by `check`; of any other, that the hub has it.
+    """
     with_prompts(settings)
-
-
-def _check_here(settings: Generate) -> None:
-    """What `check` checks for a model in a local folder; for any other, that the hub has it."""
     place = locate(settings)
     folder = local_model(place)
     if folder is None:
@@ -151,19 +141,12 @@ def check(settings: Generate, model: EvalModel) -> None:
     guided = family.is_guided(settings.model_dump(), base.encoders)
     if settings.negative_prompt is not None and not guided:
         name = "true_cfg_scale" if family.guidance_input else "guidance_scale"
-        remedy = f"raise {name} above 1"
-        if base.is_distilled:
-            remedy = "this model is distilled, leave it out"
+        above = f"raise {name} above 1"
+        remedy = "this model is distilled, leave it out" if base.is_distilled else above
         raise Refused(f"negative_prompt: it has no effect without guidance: {remedy}")
-    if settings.ddim_eta and registry.spec_of(settings.runtime).schedulers == TABULATED:
+    if settings.ddim_eta and runtimes_registry.spec_of(settings.runtime).schedulers == TABULATED:
         raise Refused(f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0")
-    asked = {"height": settings.height, "width": settings.width}
-    check_size(asked, base)
-
-
-def settings_for_key(settings: Generate) -> dict[str, Any]:
-    """The settings that affect a picture; the model's content has its own digest."""
-    return settings.key_settings()
+    check_size({"height": settings.height, "width": settings.width}, base)
 
 
 def with_prompts(settings: Generate) -> Generate:
@@ -187,8 +170,8 @@ class GenerateStage(Stage):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that affect a picture."""
-        return settings_for_key(self.options)
+        """The settings that affect a picture; the model's content has its own digest."""
+        return self.options.key_settings()
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -198,7 +181,9 @@ class GenerateStage(Stage):
     def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Write `samples/00000.png`, ... and their index `pictures.json` into the draft."""
         options = self.options
-        prompts = ordered(options)
+        # In each round, all samples of a prompt are consecutive.
+        samples = range(options.num_images_per_prompt)
+        prompts = tuple(prompt for prompt in options.prompts for _ in samples) * options.num_rounds
         negative = filter(None, [options.negative_prompt])
         cuts = tell_cut_prompts(STAGE, self.model.base, (*prompts, *negative))
         with scratch(draft) as folder:
@@ -253,12 +238,6 @@ class GenerateStage(Stage):
             Facts("Settings", {k: v for k, v in index["settings"].items() if v is not None}),
             Table(title, index["pictures"][:SHOWN]),
         ]
-
-
-def ordered(settings: Generate) -> tuple[str, ...]:
-    """The prompt of each picture: in each round, all samples of a prompt are consecutive."""
-    prompts = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
-    return tuple(prompts * settings.num_rounds)
 
 
 def grid(artifact: Artifact, columns: int, limit: int | None = None) -> bytes:

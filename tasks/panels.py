@@ -29,17 +29,7 @@ def data_uri(data: bytes, limit: int, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def width_of(png: bytes) -> int:
-    """Width of a picture in pixels."""
-    from PIL import Image
-
-    with Image.open(BytesIO(png)) as image:
-        return image.width
-
-
 def _reduced(data: bytes, limit: int) -> bytes:
-    from PIL import Image
-
     with Image.open(BytesIO(data)) as image:
         picture = image.convert("RGB")
     while True:
@@ -148,7 +138,7 @@ class Comparison:
             {
                 "prompt": prompt,
                 "uris": [data_uri(png, limit) for png in pngs],
-                "width": width_of(pngs[0]),
+                "width": Image.open(BytesIO(pngs[0])).width,
             }
             for prompt, pngs in self.prompts
         ]
@@ -179,7 +169,8 @@ def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
             parts.append(" · ".join(links))
         elif isinstance(panel, Facts):
             # A table has a header, which would be empty here.
-            parts.append("\n".join(markdown_fact(*fact) for fact in panel.values.items()))
+            facts = ((escape_markdown(n), human(value)) for n, value in panel.values.items())
+            parts.append("\n".join(f"* **{n}**: {escape_markdown(words)}" for n, words in facts))
         elif isinstance(panel, Table):
             parts.append(markdown_table(panel.rows))
         else:
@@ -224,11 +215,6 @@ def aligned(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
 
 
-def markdown_fact(name: str, value: object) -> str:
-    """An item of a list in markdown, with all external text escaped."""
-    return f"* **{escape_markdown(name)}**: {escape_markdown(human(value))}"
-
-
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table in GitHub-flavoured markdown, with all external text escaped."""
     if not rows:
@@ -270,6 +256,5 @@ def picture_grid(
 
 def to_png(image: Image.Image) -> bytes:
     """The picture as a PNG file."""
-    buffer = BytesIO()
-    image.save(buffer, "png")
+    image.save(buffer := BytesIO(), "png")
     return buffer.getvalue()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree as Xml
 
 from tasks.panels import human
@@ -30,6 +30,7 @@ WIDTH = 760
 POINTS = 400  # maximum number of points of a line
 DECAY = 0.95  # of the running mean
 
+Points = Sequence[tuple[float, float]]
 Metrics = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
@@ -45,18 +46,14 @@ class _Drawing:
         self.add("rect", f"fill: {PAPER}", width=WIDTH, height=height)
 
     def add(self, name: str, style: str, **places: float | str) -> Xml.Element:
-        values = {
-            k.replace("_", "-"): v if isinstance(v, str) else f"{v:.1f}" for k, v in places.items()
-        }
+        values = {k: v if isinstance(v, str) else f"{v:.1f}" for k, v in places.items()}
         return Xml.SubElement(self.root, name, {**values, "style": style})
 
     def text(self, x: float, y: float, words: str, style: str = "", anchor: str = "start") -> None:
         fill = "" if "fill" in style else f"fill: {INK}; "
         self.add("text", f"{fill}text-anchor: {anchor}; {style}", x=x, y=y).text = words
 
-    def line(
-        self, points: Sequence[tuple[float, float]], colour: str, width: float, dashes: str = ""
-    ) -> None:
+    def line(self, points: Points, colour: str, width: float, dashes: str = "") -> None:
         style = f"fill: none; stroke: {colour}; stroke-width: {width}; stroke-linejoin: round"
         style += f"; stroke-dasharray: {dashes}" if dashes else ""
         self.add("polyline", style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
@@ -98,20 +95,18 @@ class _Axes:
         return [(self.x(s), self.y(v)) for s, v in zip(steps, values, strict=True)]
 
     def draw(self, drawing: _Drawing) -> None:
-        left = self.left
-        right = self.right
-        bottom = self.bottom
         for part in range(5):
-            height = bottom - (bottom - self.top) * part / 4
+            height = self.bottom - (self.bottom - self.top) * part / 4
             value = self.low + (self.high - self.low) * part / 4
-            drawing.line([(left, height), (right, height)], LINE, 1)
-            drawing.text(left - 8, height + 4, f"{value:.3g}", f"fill: {MUTED}", "end")
+            drawing.line([(self.left, height), (self.right, height)], LINE, 1)
+            drawing.text(self.left - 8, height + 4, f"{value:.3g}", f"fill: {MUTED}", "end")
         count = len(self.steps) - 1
         ticks = sorted({self.steps[round(part * count / 4)] for part in range(5)})
         for step in ticks:
             anchor = {ticks[0]: "start", ticks[-1]: "end"}.get(step, "middle")
-            drawing.text(self.x(step), bottom + 18, human(step), f"fill: {MUTED}", anchor)
-        drawing.text((left + right) / 2, bottom + 34, "step", f"fill: {MUTED}", "middle")
+            drawing.text(self.x(step), self.bottom + 18, human(step), f"fill: {MUTED}", anchor)
+        middle = (self.left + self.right) / 2
+        drawing.text(middle, self.bottom + 34, "step", f"fill: {MUTED}", "middle")
 
 
 def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) -> str:
@@ -123,13 +118,16 @@ def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) 
         chosen: step of the published weights, if a rule chose it.
     """
     lines = [line for line in history if math.isfinite(line["loss"])]
-    held_out = [_HeldOut.of(line) for line in lines if "validation_loss" in line]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
-    drawing = _Drawing(300, _loss_alt(losses, [p.loss for p in held_out], chosen))
+    measured = [line for line in lines if "validation_loss" in line]
+    held_out = [line["validation_loss"] for line in measured]
+    halves = [1.96 * (line.get("validation_error") or 0) for line in measured]
+    highs = [loss + half for loss, half in zip(held_out, halves, strict=True)]
+    drawing = _Drawing(300, _loss_alt(losses, held_out, chosen))
     if not lines:
         return str(drawing)
-    axes = _Axes(steps, 0.0, 1.05 * max(*losses, *(p.high for p in held_out), 1e-12), top=34)
+    axes = _Axes(steps, 0.0, 1.05 * max(*losses, *highs, 1e-12), top=34)
     axes.draw(drawing)
     if chosen is not None:
         _chosen_line(drawing, axes, chosen)
@@ -140,36 +138,20 @@ def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) 
     _curve(drawing, axes.points(steps, running_mean(losses)), TUNED, 2.2)
     names = {"loss": FAINT, "running mean": TUNED, "learning rate (own scale)": OTHER}
     if held_out:
-        _band(drawing, axes, held_out)
+        lows = [loss - half for loss, half in zip(held_out, halves, strict=True)]
+        when = [line["step"] for line in measured]
+        _band(drawing, *(axes.points(when, values) for values in (lows, held_out, highs)))
         names |= {"held out, 95%": HELD_OUT}
     _legend(drawing, names, axes.left)
     return str(drawing)
 
 
-class _HeldOut(NamedTuple):
-    """A held-out loss and its 95% interval."""
-
-    step: int
-    low: float
-    loss: float
-    high: float
-
-    @classmethod
-    def of(cls, line: Mapping[str, Any]) -> _HeldOut:
-        loss = line["validation_loss"]
-        half = 1.96 * (line.get("validation_error") or 0)
-        return cls(line["step"], loss - half, loss, loss + half)
-
-
-def _band(drawing: _Drawing, axes: _Axes, held_out: Sequence[_HeldOut]) -> None:
+def _band(drawing: _Drawing, lows: Points, losses: Points, highs: Points) -> None:
     """The held-out losses as a curve with marks, within their intervals."""
-    steps, lows, losses, highs = zip(*held_out, strict=True)
-    outline = axes.points(steps, highs) + axes.points(steps, lows)[::-1]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*highs, *lows[::-1]])
     drawing.add("polygon", f"fill: {HELD_OUT}; opacity: .22", points=points)
-    middle = axes.points(steps, losses)
-    _curve(drawing, middle, HELD_OUT, 2)
-    for x, y in middle[:: max(1, len(middle) // 40)]:
+    _curve(drawing, losses, HELD_OUT, 2)
+    for x, y in losses[:: max(1, len(losses) // 40)]:
         drawing.add("circle", f"fill: {HELD_OUT}", cx=x, cy=y, r=2.6)
 
 
@@ -350,9 +332,7 @@ def running_mean(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _curve(
-    drawing: _Drawing, points: Sequence[tuple[float, float]], colour: str, width: float
-) -> None:
+def _curve(drawing: _Drawing, points: Points, colour: str, width: float) -> None:
     stride = max(1, len(points) // POINTS)
     drawing.line([*points[::stride], points[-1]], colour, width)
 

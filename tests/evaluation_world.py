@@ -117,7 +117,7 @@ class World:
     def evaluate(
         self, trained: Artifact, recipe: Recipe | None = None, run: Any = None
     ) -> Artifact:
-        stage = EvaluateStage(self.inputs(recipe or self.recipe), trained, run or self.run)
+        stage = EvaluateStage(self.inputs(recipe or self.recipe), trained, run=run or self.run)
         draft = self.store.draft(stage.parts)
         return draft.commit(stage.build(draft, Progress("evaluate")), {})
 

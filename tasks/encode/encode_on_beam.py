@@ -79,18 +79,16 @@ class EncodeShard(beam.DoFn):
     def _built(self, store: Store, task: EncodeTask) -> Shard:
         """The shard, encoded here, or by another process during the wait. Raises _Busy."""
         with store.shard_lock(STAGE, task.key, self._wait):
-            return store.shard(STAGE, task.key) or self._encoded(store, task)
+            if (shard := store.shard(STAGE, task.key)) is not None:
+                return shard
+            with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
+                path = f"{folder}/shard.safetensors"
+                facts = self.open().encode(task.tar, task.sha256, path)
+                return store.commit_shard(STAGE, task.key, {".safetensors": path}, facts)
 
     def _wait(self, owner: dict[str, Any]) -> None:
         if not self.waits:
             raise _Busy
-
-    def _encoded(self, store: Store, task: EncodeTask) -> Shard:
-        encoders = self.open()
-        with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
-            path = f"{folder}/shard.safetensors"
-            facts = encoders.encode(task.tar, task.sha256, path)
-            return store.commit_shard(STAGE, task.key, {".safetensors": path}, facts)
 
     def open(self, make: Callable[[], EncoderPool] | None = None) -> EncoderPool:
         """The encoders of this process, loaded at the first call and kept while they are in use."""
@@ -149,19 +147,15 @@ def encode_shards(
             shards = list(store.committed_shards(STAGE, sizes))
     finally:
         reports.clear()
-        # Beam keeps a reference to the last shared object. A new object releases the encoders.
+        # The next stages need the device's memory. Beam keeps a reference to the last shared
+        # object; a new object releases the encoders.
         Shared().acquire(_Placeholder)
-        _free_memory()
+        if "torch" in sys.modules:  # otherwise this process has encoded nothing
+            from runtimes.torch.device import free_memory
+
+            free_memory()
     encoded = [shard for shard in shards if shard is not None]
     if len(encoded) < len(shards):
         raise RuntimeError("encode: the pipeline ended without committing every shard")
     watch.show_end(sum((Counter(shard.meta["bad_reasons"]) for shard in encoded), Counter()))
     return encoded
-
-
-def _free_memory() -> None:
-    """Release the encoders' device memory for the next stages."""
-    if "torch" in sys.modules:  # otherwise this process has encoded nothing
-        from runtimes.torch.device import free_memory
-
-        free_memory()

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,8 @@ from runtimes.contract import PipelineEncoder
 from runtimes.data.loader import Prefetch
 from runtimes.families import family_named
 from runtimes.pipeline_folder.folder import TEXT_BATCH
-from tasks.encode.transform import (
-    BadSample,
-    Size,
-    Transformed,
-    TransformSettings,
-    bucket_sizes,
-    draw_mask,
-    is_holdout,
-    transform,
-)
+from tasks.encode import transform
+from tasks.encode.transform import BadSample, Size, TransformSettings
 
 
 @dataclass
@@ -43,7 +36,7 @@ class DecodedPicture:
     captions: tuple[str, ...]
     sha256: bytes
     score: float | None  # aesthetic
-    variants: list[Transformed]  # the plain one, then the mirrored one if there is one
+    variants: list[transform.Transformed]  # the plain one, then the mirrored one if there is one
 
 
 @dataclass
@@ -86,7 +79,7 @@ def decoded_batches(
     jobs = (decoders.submit(prepare, number, sample) for number, sample in enumerate(samples))
     for picture in _in_order(jobs, ahead):
         if isinstance(picture, BadSample):
-            bad[picture.reason] += 1
+            bad[str(picture)] += 1
             continue
         batch = waiting[picture.variants[0].target_size]
         batch.append(picture)
@@ -120,7 +113,7 @@ def _picture(
 ) -> DecodedPicture:
     """Raises BadSample."""
     sha256 = sample.source_sha256
-    variants = transform(sample.image, sha256, sample.meta, settings, buckets)
+    variants = transform.transform(sample.image, sha256, sample.meta, settings, buckets)
     score = sample.meta.get("aesthetic_score") if settings.scored else None
     if settings.scored and score is None:
         raise BadSample("no aesthetic score")
@@ -149,9 +142,7 @@ class _Encoded:
 
     group: str  # <split>/<h>x<w>
     captions: tuple[str, ...]
-    variants: list[
-        latent_shards.LatentSample
-    ]  # the plain one, then the mirrored one if there is one
+    variants: list[latent_shards.LatentSample]  # as of DecodedPicture
 
 
 class ShardEncoder:
@@ -176,11 +167,11 @@ class ShardEncoder:
     ) -> None:
         self.encoder = encoder
         self._settings = settings
-        self._batch_size = batch_size
         self._encode_captions = _encode_captions if embeds else _tokenize_captions
-        self._buckets = bucket_sizes(settings, encoder.info["size_step"])
-        self._ahead = 2 * max(batch_size, decoders)
-        self._decoders = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
+        buckets = transform.bucket_sizes(settings, encoder.info["size_step"])
+        threads = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
+        ahead = 2 * max(batch_size, decoders)
+        self._decoding = (settings, buckets, batch_size, threads, ahead)
         #: Held for a whole shard: shards that took turns would all be written at the same time.
         self._device = threading.Lock()
 
@@ -199,21 +190,15 @@ class ShardEncoder:
             Refused: the text encoders return NaN for the empty caption.
         """
         bad: Counter[str] = Counter()
-        batches = decoded_batches(
-            samples,
-            self._settings,
-            self._buckets,
-            self._batch_size,
-            self._decoders,
-            self._ahead,
-            bad,
-        )
+        batches = decoded_batches(samples, *self._decoding, bad)
         encoded: dict[int, _Encoded] = {}
         with Prefetch(batches, depth=1) as ready, self._device:
             for batch in ready:
                 encoded.update(_encode_batch(batch, self.encoder, self._settings, bad))
             in_order = [encoded[position] for position in sorted(encoded)]
-            texts, rows = self._encode_captions(_distinct(in_order), self.encoder)
+            captions = (caption for sample in in_order for caption in sample.captions)
+            distinct = list(dict.fromkeys(["", *captions]))
+            texts, rows = self._encode_captions(distinct, self.encoder)
         return _write(path, in_order, texts, rows, self.encoder, bad)
 
 
@@ -271,7 +256,7 @@ def _encode_batch(
         if len(variants) < len(picture.variants):
             bad["NaN latent"] += 1
             continue
-        split = "holdout" if is_holdout(picture.sha256, settings.holdout) else "train"
+        split = "holdout" if transform.is_holdout(picture.sha256, settings.holdout) else "train"
         height, width = variants[0].mean.shape[1:]
         yield picture.position, _Encoded(f"{split}/{height}x{width}", picture.captions, variants)
 
@@ -287,21 +272,15 @@ def _encode_variant(
 
     They have bf16 bits, which halves their memory until the shard is written.
     """
-    transformed = [picture.variants[variant] for picture in pictures]
     means, logvars = encoder.images(pixels)
-    masks = [
-        np.stack(
-            [
-                # A mirrored picture has masks of its own, not mirrored masks.
-                draw_mask(settings.seed, p.sha256, variant * settings.masks + k, t.target_size)
-                for p, t in zip(pictures, transformed, strict=True)
-            ]
-        )
-        for k in range(settings.masks)
-    ]
+    # A mirrored picture has masks of its own, not mirrored masks.
+    numbers = range(variant * settings.masks, (variant + 1) * settings.masks)
+    draw = partial(transform.draw_mask, settings.seed, size=pixels.shape[2:])
+    masks = [np.stack([draw(picture.sha256, number) for picture in pictures]) for number in numbers]
     masked_means = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
     step = encoder.info["vae_scale_factor"]
-    for row, (picture, decoded) in enumerate(zip(pictures, transformed, strict=True)):
+    for row, picture in enumerate(pictures):
+        decoded = picture.variants[variant]
         arrays = [means[row], logvars[row], *(masked[row] for masked in masked_means)]
         if not all(np.isfinite(array).all() for array in arrays):
             yield None
@@ -321,11 +300,6 @@ def _encode_variant(
             aesthetic_score=picture.score,
             masked=latent_shards.Masked(np.stack(small), np.stack(hidden)) if masks else None,
         )
-
-
-def _distinct(samples: list[_Encoded]) -> list[str]:
-    """The distinct captions, the empty caption first."""
-    return list(dict.fromkeys(["", *(c for sample in samples for c in sample.captions)]))
 
 
 def _tokenize_captions(

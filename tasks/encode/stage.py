@@ -83,7 +83,9 @@ class EncodeStage(Stage):
         for shard in shards:
             draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
         settings = transform.TransformSettings.of(self.recipe)
-        info |= batch_tokens(shards)
+        longest = [shard.meta["longest"] for shard in shards if "longest" in shard.meta]
+        if longest:  # lengths vary: training pads captions to one shape for a whole run
+            info["tokens"] = padded_rows(max(longest), TOKEN_STEP)
         info |= {"masks": settings.masks, "scored": settings.scored}
         if self.recipe.encode.text_dtype is not None:
             info["text_dtype"] = self.recipe.encode.text_dtype
@@ -133,12 +135,10 @@ class EncodeStage(Stage):
         from tasks.encode.encode_on_beam import EncodeTask
 
         digest = self.base.digest_encoders()
-        chosen = self.recipe.encode
-        how = (digest, chosen.dtype, chosen.batch_size, settings, chosen.text)
         tasks = {}
         for entry in self.images.files:
             if entry.path.endswith(".tar"):
-                key = transform.shard_key(entry.sha256, *how)
+                key = transform.shard_key(entry.sha256, digest, self.recipe.encode, settings)
                 tar = self.images.url(entry.path)
                 tasks[key] = EncodeTask(key, tar, entry.sha256, entry.meta["samples"])
         return list(tasks.values())
@@ -147,8 +147,14 @@ class EncodeStage(Stage):
         """Raise Failed for too many bad samples; warn of few held-out pictures, cut captions."""
         settings = self.recipe.encode
         check_samples(summary, settings.max_bad)
-        warn_of_few_held_out(summary, settings.holdout)
-        tell_cut_captions(summary)
+        if 0 < summary["holdout"] < FEW_HELD_OUT:
+            log.warning(
+                "encode: fewer than %d held-out pictures (%d): a gate on them can hardly tell "
+                "models apart: raise encode.holdout (%g) or add pictures",
+                *(FEW_HELD_OUT, summary["holdout"], settings.holdout),
+            )
+        total = sum(summary["caption_tokens"].values())
+        tell_cuts(transform.STAGE, summary["cut"], total, "captions")
 
     def helper(self, store: Store, progress: Report) -> Callable[[], object]:
         """A call that encodes shards beside another host's build."""
@@ -173,12 +179,6 @@ class EncodeStage(Stage):
             Table("Buckets", buckets, bars="samples"),
             Table("Caption lengths", lengths, bars="captions"),
         ]
-
-
-def batch_tokens(shards: list[Shard]) -> dict[str, int]:
-    """Where lengths vary: `tokens` to which training pads captions, one shape for a whole run."""
-    longest = [shard.meta["longest"] for shard in shards if "longest" in shard.meta]
-    return {"tokens": padded_rows(max(longest), TOKEN_STEP)} if longest else {}
 
 
 def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[str, Any]:
@@ -235,23 +235,3 @@ def check_samples(summary: dict[str, Any], max_bad: float) -> None:
             f"encode: all {summary['holdout']} samples are in the held-out split; add pictures or "
             "lower encode.holdout"
         )
-
-
-def warn_of_few_held_out(summary: dict[str, Any], share: float) -> None:
-    """Warn if a gate on held-out pictures can say little.
-
-    Args:
-        share: `encode.holdout`.
-    """
-    if 0 < summary["holdout"] < FEW_HELD_OUT:
-        log.warning(
-            "encode: fewer than %d held-out pictures (%d): a gate on them can hardly tell models "
-            "apart: raise encode.holdout (%g) or add pictures",
-            *(FEW_HELD_OUT, summary["holdout"], share),
-        )
-
-
-def tell_cut_captions(summary: dict[str, Any]) -> None:
-    """Log how many captions each text encoder cuts."""
-    total = sum(summary["caption_tokens"].values())
-    tell_cuts(transform.STAGE, summary["cut"], total, "captions")

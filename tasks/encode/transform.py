@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 
 from artifacts.records import digest_json
 from configs.errors import Refused
+from configs.settings.data import Encode
 from configs.settings.recipe import Recipe
 from runtimes.detect_hardware import check_memory
 
@@ -120,11 +121,7 @@ BYTES_PER_PIXEL = 16
 
 
 class BadSample(ValueError):
-    """An unusable picture; the stage counts it by `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """An unusable picture; the stage counts it by its text."""
 
 
 @dataclass(frozen=True)
@@ -289,20 +286,12 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return recipe.encode.key_settings() | asdict(TransformSettings.of(recipe))
 
 
-def shard_key(
-    tar_sha256: str,
-    encoders: str,
-    dtype: str,
-    batch_size: int,
-    settings: TransformSettings,
-    text: str,
-) -> str:
+def shard_key(tar_sha256: str, encoders: str, encode: Encode, settings: TransformSettings) -> str:
     """Key (sha256 hex) of an image shard's latent shard.
 
     Args:
         tar_sha256: digest of the image shard.
         encoders: digest of the VAE and the text encoders.
-        text: `encode.text`.
     """
     return digest_json(
         {
@@ -310,9 +299,9 @@ def shard_key(
             "version": VERSION,
             "tar": tar_sha256,
             "encoders": encoders,
-            "dtype": dtype,
-            "batch_size": batch_size,
+            "dtype": encode.dtype,
+            "batch_size": encode.batch_size,
             "transform": asdict(settings),
-            "text": text,
+            "text": encode.text,
         }
     )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,8 +174,7 @@ def mean(values: NDArray[Any], resampling: Resampling) -> Estimate:
         raise ValueError("the mean needs at least one value")
     resampled = resampling.weights(len(values)) @ values
     average = float(values.mean())
-    drawn = resampling.clusters
-    return Estimate(average, len(values), resampled, is_mean=True, prompts=drawn)
+    return Estimate(average, len(values), resampled, is_mean=True, prompts=resampling.clusters)
 
 
 def share(passed: NDArray[np.bool_], resampling: Resampling) -> Estimate:
@@ -183,15 +182,10 @@ def share(passed: NDArray[np.bool_], resampling: Resampling) -> Estimate:
     if len(passed) == 0:
         raise ValueError("no pictures to judge")
     resampled = resampling.weights(len(passed)) @ passed
+    average = float(np.mean(passed))
     drawn = resampling.clusters
-    return Estimate(
-        float(np.mean(passed)),
-        len(passed),
-        resampled,
-        is_share=True,
-        prompts=drawn,
-        counted=len(passed) if drawn else 0,
-    )
+    counted = len(passed) if drawn else 0
+    return Estimate(average, len(passed), resampled, is_share=True, prompts=drawn, counted=counted)
 
 
 def difference(
@@ -308,34 +302,29 @@ def _variance(resampled: Float64, units: int) -> float:
     return variance * units / (units - 1) if units else variance
 
 
-def _trials(estimate: Estimate, level: float) -> float:
-    """The number of independent pictures that say as much about a share.
-
-    Korn & Graubard 1998: a share's variance by the resamples, and Student's t, reduce the number.
-    """
-    if not estimate.counted:
-        return estimate.n
-    t = quantile(level, estimate.prompts)
-    return _independent(estimate) * (quantile(level, 0) / t) ** 2
-
-
 def _independent(estimate: Estimate) -> float:
     """The number of independent pictures with the variance of a share's resamples.
 
     At 0 and 1 the resamples may have no variance; the pictures then count as independent.
     """
-    p = estimate.value
-    variance = _variance(estimate.resampled, estimate.prompts)
     if not estimate.counted:
         return estimate.n
+    p = estimate.value
+    variance = _variance(estimate.resampled, estimate.prompts)
     known = ROUNDING < p < 1.0 - ROUNDING and variance > ROUNDING**2
     return min(estimate.counted, p * (1.0 - p) / variance) if known else estimate.counted
 
 
 def _wilson(estimate: Estimate, level: float) -> Interval:
-    """Wilson's score interval (1927), valid at 0 and 1 too."""
+    """Wilson's score interval (1927), valid at 0 and 1 too.
+
+    Korn & Graubard 1998: a share's variance by the resamples, and Student's t, reduce the number
+    of pictures.
+    """
     z = quantile(level, 0)
-    n = _trials(estimate, level)
+    n = _independent(estimate)
+    if estimate.counted:
+        n *= (z / quantile(level, estimate.prompts)) ** 2
     p = estimate.value
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
@@ -348,8 +337,8 @@ def _newcombe(a: Estimate, b: Estimate, factor: float, value: float, level: floa
     Newcombe subtracts n / 2 from n² times a positive covariance of two pictures, or all of it if it
     is less: two models that agree on all of few pictures may differ on others.
     """
-    (low_a, high_a) = _wilson(a, level)
-    (low_b, high_b) = _wilson(b, level)
+    low_a, high_a = _wilson(a, level)
+    low_b, high_b = _wilson(b, level)
     spread = a.resampled.std() * b.resampled.std()
     both = ((a.resampled - a.resampled.mean()) * (b.resampled - b.resampled.mean())).mean()
     if both > 0:  # of means of n pictures, which is 1 / n of that of pictures
@@ -463,33 +452,34 @@ def precision(images: NDArray[Any], reference: NDArray[Any], resampling: Resampl
     picture, that reach its third nearest neighbour in the same set.
     """
     inside = _within(images, reference)
-
-    def value(wx: Float64, wy: Float64) -> Float64:
-        return np.asarray(((wy > 0) @ inside.T.astype(np.float64) > 0.5) * wx).sum(axis=1)
-
-    estimate = _estimate(value, len(images), len(reference), resampling)
+    estimate = _estimate(
+        lambda wx, wy: _share_inside(inside, wx, wy), len(images), len(reference), resampling
+    )
     return replace(estimate, is_share=True, counted=len(images))
 
 
 def recall(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
     """Share of the references within the pictures' manifold: are they as diverse. See precision."""
     inside = _within(reference, images)
-
-    def value(wx: Float64, wy: Float64) -> Float64:
-        return np.asarray(((wx > 0) @ inside.T.astype(np.float64) > 0.5) * wy).sum(axis=1)
-
-    estimate = _estimate(value, len(images), len(reference), resampling)
+    estimate = _estimate(
+        lambda wx, wy: _share_inside(inside, wy, wx), len(images), len(reference), resampling
+    )
     return replace(estimate, is_share=True, counted=len(reference))
 
 
-class Distance(Protocol):
-    """A metric of image features [N, D] and reference features [M, D]."""
+def _share_inside(inside: NDArray[np.bool_], points: Float64, manifold: Float64) -> Float64:
+    """The weight [B] of points in a resampled manifold.
 
-    def __call__(
-        self, images: NDArray[Any], reference: NDArray[Any], resampling: Resampling
-    ) -> Estimate: ...
+    Args:
+        inside: bool [N, M], whether each point lies in the ball of each picture of the manifold.
+        points: their weights [B, N].
+        manifold: the weights [B, M] of its pictures.
+    """
+    return np.asarray(((manifold > 0) @ inside.T.astype(np.float64) > 0.5) * points).sum(axis=1)
 
 
+#: A metric of image features [N, D] and reference features [M, D].
+Distance = Callable[[NDArray[Any], NDArray[Any], Resampling], Estimate]
 #: By features of evaluate.image_encoder. CMMD has those of evaluate.clip, by its definition.
 DISTANCES: dict[str, Distance] = {
     "fd": frechet,

@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -88,28 +88,20 @@ class EvalModel:
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """Sampling settings that all models of an evaluation share."""
+    """What all models of an evaluation share: the job, and what identifies its held-out losses."""
 
-    runtime: str
-    device: str
-    batch_size: int
-    prompts: tuple[str, ...]
-    sampler: dict[str, Any]  # SAMPLER_SETTINGS, and dtype
-    latents: str | None  # URL of the latents for the held-out loss; None skips the loss
+    job: GenerateJob  # without drawings
     latents_digest: str
-    holdout: dict[str, Any]  # samples, levels, seed, noise_offset, guidance_scale
-    family_facts: dict[str, str] = field(default_factory=dict)  # Family.key_facts
-    text_dtype: str | None = None  # as GenerateJob.text_dtype
-    flash_attention: bool = True  # as train.mindspore.flash_attention
-    offload: bool = False  # as GenerateJob.offload
+    family_facts: dict[str, str]  # Family.key_facts
 
     def facts(self) -> dict[str, Any]:
         """The settings that affect pictures or losses; where and how they are drawn does not."""
-        held_out = {"latents": self.latents_digest, **self.holdout, **self.family_facts}
+        sampler = {n: value for n, value in self.job.sampler.items() if n != "batch_size"}
+        held_out = {"latents": self.latents_digest, **self.job.holdout, **self.family_facts}
         return {
-            "prompts": list(self.prompts),
-            "sampler": self.sampler,
-            "held_out": held_out if self.latents else None,
+            "prompts": list(self.job.prompts),
+            "sampler": sampler | {"dtype": self.job.dtype},
+            "held_out": held_out if self.job.latents else None,
         }
 
     def key(self, model: EvalModel) -> str:
@@ -119,35 +111,31 @@ class SamplingSpec:
 
 
 def draw(
-    models: Sequence[EvalModel],
-    spec: SamplingSpec,
-    store: Store,
-    scratch: Path,
-    run: RunJob,
-    on_event: Callable[[Event], None] = lambda event: None,
+    models: Sequence[EvalModel], spec: SamplingSpec, draft: Draft, run: RunJob, progress: Progress
 ) -> list[Shard]:
     """One shard of pictures per model, in the order of `models`.
 
-    Shards in the store are reused; one job draws the others.
+    Shards in the store are reused; one job draws the others, or resumes them in the draft.
 
     Args:
         models: all with the same pipeline folder and VAE.
-        scratch: local folder for unfinished pictures; an interrupted job resumes from it.
-        run: runs a job and passes its events to `on_event`.
-
-    Raises:
-        ValueError: the models differ in pipeline folder or VAE.
+        run: runs a job and passes on its events.
     """
-    keyed = [(spec.key(model), model) for model in models]
-    stored = {key: store.shard(STAGE, key) for key, _ in keyed}
-    missing = {key: model for key, model in keyed if stored[key] is None}
-    if missing:
-        outs = {key: scratch / key for key in missing}
-        run(_job(missing, outs, spec, store.compiled_url), on_event)
+    store = draft.store
+    keyed = {spec.key(model): model for model in models}
+    stored = {key: store.shard(STAGE, key) for key in keyed}
+    with scratch(draft) as folder:
+        outs = {key: folder / key for key, shard in stored.items() if shard is None}
+        if outs:
+            drawings = tuple(keyed[key].weights.drawing(out) for key, out in outs.items())
+            base = models[0].base
+            compiled = store.compiled_url
+            job = replace(spec.job, **base.job_fields, drawings=drawings, compiled=compiled)
+            run(job, progress_callback(progress))
         for key, out in outs.items():
-            stored[key] = _commit(store, key, out, len(spec.prompts))
+            stored[key] = _commit(store, key, out, len(spec.job.prompts))
             shutil.rmtree(out)
-    shards = [stored[key] for key, _ in keyed]
+    shards = [stored[spec.key(model)] for model in models]
     return [shard for shard in shards if shard is not None]
 
 
@@ -160,9 +148,8 @@ def progress_callback(progress: Progress) -> Callable[[Event], None]:
             total = event["total"]
             progress(done, total, f"{done:,} of {total:,} pictures drawn")
         elif event["event"] == "losses":
-            number = event["model"]
-            count = event["models"]
-            log.info("%s: held-out losses of model %d of %d", progress.stage, number, count)
+            numbers = (event["model"], event["models"])
+            log.info("%s: held-out losses of model %d of %d", progress.stage, *numbers)
         elif event["event"] == "result" and event.get("drawn"):
             compiled = event["compile_seconds"]
             suffix = f", after {compiled:.1f} s of compiling" if compiled else ""
@@ -224,37 +211,13 @@ def digest_eval_model(base: Base, weights: Any) -> str:
     return digest_json({"pipeline": digest_pipeline(base), "vae": vae, "tuned": weights})
 
 
-def _job(
-    models: dict[str, EvalModel], outs: dict[str, Path], spec: SamplingSpec, compiled: str
-) -> GenerateJob:
-    first = next(iter(models.values()))
-    if any(model.base != first.base for model in models.values()):
-        raise ValueError("models of one job must share their pipeline folder and VAE")
-    sampler = {name: value for name, value in spec.sampler.items() if name != "dtype"}
-    return GenerateJob(
-        runtime=spec.runtime,
-        **first.base.job_fields,
-        drawings=tuple(model.weights.drawing(outs[key]) for key, model in models.items()),
-        prompts=spec.prompts,
-        sampler={**sampler, "batch_size": spec.batch_size},
-        device=spec.device,
-        dtype=spec.sampler["dtype"],
-        latents=spec.latents,
-        text_dtype=spec.text_dtype,
-        holdout=spec.holdout if spec.latents else {},
-        compiled=compiled,
-        flash_attention=spec.flash_attention,
-        offload=spec.offload,
-    )
-
-
 def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
-    pictures = [out / f"{number:05d}.png" for number in range(count)]
-    losses = [path for path in [out / LOSSES] if path.exists()]
+    names = [f"{number:05d}.png" for number in range(count)]
+    names += [LOSSES] if (out / LOSSES).exists() else []
     tar = out / "drawn.tar"
     with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as stream:
-        for path in [*pictures, *losses]:
-            add_member(stream, path.name, path.read_bytes())
+        for name in names:
+            add_member(stream, name, (out / name).read_bytes())
     return store.commit_shard(STAGE, key, {".tar": str(tar)}, {"pictures": count})
 
 
@@ -355,8 +318,8 @@ def compare_pictures(artifact: Artifact, champion: Artifact | None) -> Compariso
         prompts += set_prompts
     drawn = artifact.summary["drawn"]  # model -> key of its shard
     if champion is not None:
-        own = {"champion": champion.summary["drawn"]["tuned"]}
-        drawn = {"base": drawn["base"], **own, "tuned": drawn["tuned"]}
+        champions = champion.summary["drawn"]["tuned"]
+        drawn = {"base": drawn["base"], "champion": champions, "tuned": drawn["tuned"]}
     by_model = [_pictures(artifact.store, key, set(chosen)) for key in drawn.values()]
     rows = [(prompts[n], [pictures[n] for pictures in by_model]) for n in chosen]
     return Comparison("Before and after", tuple(drawn), rows, artifact.read(GRID))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from artifacts.image_shards import Sample
 from artifacts.models import digest_model
 from artifacts.records import digest_json, open_checked
 from artifacts.store import Shard, Store
-from configs.errors import Refused
+from configs.errors import Refused, naming
 from configs.secrets import one_line
 from runtimes.pipeline_folder.folder import read_config
 from runtimes.pipeline_folder.weights import check_vocabulary_files, weight_shapes
@@ -55,27 +56,33 @@ class ImageEncoder(Protocol):
         ...
 
 
-def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
-    """Raise Refused unless a folder has a CLIPModel's files; no weights are loaded."""
-    _check_clip_parts(folder, setting)
-    config = _processor_config(folder)
+def check_clip(folder: Path, setting: str = "evaluate.clip", *, whole: bool = False) -> None:
+    """Raise Refused unless a folder has a CLIPModel's files; no weights are loaded.
+
+    Args:
+        whole: for `WholePictures`, which resizes a picture to a square itself.
+    """
+    kind = _model_type(folder, setting, "CLIPModel")
+    if kind != "clip":
+        raise Refused(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
+    parts = {"weights": WEIGHTS, "a tokenizer": TOKENIZER, "an image processor": PROCESSOR}
+    _check_parts(folder, setting, parts)
+    model = read_config(folder / "config.json")
+    with naming(setting):
+        check_vocabulary_files(folder, model)
+    processors = read_config(next(path for name in PROCESSOR if (path := folder / name).is_file()))
+    part = processors.get("image_processor", processors)
+    config = part if isinstance(part, dict) else {}
+    cropped = config.get("do_center_crop", True)
     size = config.get("size")
-    resizes_to_one = isinstance(size, dict) and "height" in size
-    if not config.get("do_center_crop", True) and not resizes_to_one:
+    resizes_to_one = whole or (isinstance(size, dict) and "height" in size)
+    if not cropped and not resizes_to_one:
         raise Refused(
             f"{setting}: {folder}: its image processor keeps the shape of a picture, its model "
             "takes squares: set do_center_crop to true in its preprocessor_config.json"
         )
-    _check_input_size(folder, setting)
-
-
-def _check_input_size(folder: Path, setting: str) -> None:
-    """Raise Refused if the image processor of a CLIPModel gives no pictures of its size."""
-    model = read_config(folder / "config.json")
-    config = _processor_config(folder)
     vision = {**(model.get("vision_config") or {}), **(model.get("vision_config_dict") or {})}
     side = vision.get("image_size", CLIP_SIDE)
-    cropped = config.get("do_center_crop", True)
     size = config.get("crop_size" if cropped else "size") or CLIP_SIDE
     if isinstance(size, dict):
         size = [size.get(name, size.get("shortest_edge")) for name in ("height", "width")]
@@ -89,28 +96,22 @@ def _check_input_size(folder: Path, setting: str) -> None:
         )
 
 
-def _check_clip_parts(folder: Path, setting: str) -> None:
-    kind = _model_type(folder, setting, "CLIPModel")
-    if kind != "clip":
-        raise Refused(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
-    parts = {"weights": WEIGHTS, "a tokenizer": TOKENIZER, "an image processor": PROCESSOR}
-    _check_parts(folder, setting, parts)
-    try:
-        check_vocabulary_files(folder, read_config(folder / "config.json"))
-    except Refused as error:
-        raise Refused(f"{setting}: {error}") from None
-
-
 def check_image_encoder(folder: Path) -> None:
     """Raise Refused unless a folder has a model of whole pictures; no weights are loaded."""
     setting = "evaluate.image_encoder"
     is_clip = _model_type(folder, setting, "vision model") == "clip"
     if is_clip:
-        _check_clip_parts(folder, setting)
-        _check_input_size(folder, setting)
+        check_clip(folder, setting, whole=True)
     else:
         _check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
-    _check_whole(folder, setting)
+    blanks = [np.zeros((*size, 3), np.uint8) for size in ((64, 96), (96, 64))]
+    try:
+        _whole_pictures(_processor(folder), blanks)
+    except Exception as error:  # each processor has its own
+        raise Refused(
+            f"{setting}: {folder}: its image processor does not resize whole pictures to one size:"
+            f" {one_line(error)}"
+        ) from None
     if not is_clip:
         _check_call(folder, setting)
 
@@ -138,18 +139,6 @@ def _processor(folder: Path) -> Any:
     )
 
 
-def _check_whole(folder: Path, setting: str) -> None:
-    """Raise Refused unless an image processor gives whole pictures of one size."""
-    blanks = [np.zeros((*size, 3), np.uint8) for size in ((64, 96), (96, 64))]
-    try:
-        _whole_pictures(_processor(folder), blanks)
-    except Exception as error:  # each processor has its own
-        raise Refused(
-            f"{setting}: {folder}: its image processor does not resize whole pictures to one size:"
-            f" {one_line(error)}"
-        ) from None
-
-
 def _check_call(folder: Path, setting: str) -> None:
     """Raise Refused if a model does not accept a picture alone, or lacks weights."""
     from transformers import AutoModel
@@ -157,15 +146,14 @@ def _check_call(folder: Path, setting: str) -> None:
     local = {"local_files_only": True, "trust_remote_code": False}
     missing = list[str]()
     kind = ""
+    blank = np.zeros((64, 64, 3), np.uint8)
     try:
-        processor = _processor(folder)
         model, report = AutoModel.from_pretrained(  # shapes alone
             folder, use_safetensors=True, device_map="meta", output_loading_info=True, **local
         )
         missing = sorted(report["missing_keys"])
         kind = model.config.model_type
-        blank = np.zeros((64, 64, 3), np.uint8)
-        _pooled(model.eval(), _whole_pictures(processor, [blank]).to("meta"))
+        _pooled(model.eval(), _whole_pictures(_processor(folder), [blank]).to("meta"))
     except NotImplementedError:
         pass  # an operation that needs values
     except Exception as error:  # each architecture has its own
@@ -191,6 +179,15 @@ def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:
     return VisionModel(folder, device)
 
 
+@contextmanager
+def _loading(words: str) -> Iterator[None]:
+    """Raise Refused with these words for what transformers raises of a folder."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise Refused(f"{words}: {one_line(error)}") from None
+
+
 class Clip:
     """A CLIPModel with its image processor and tokenizer, in float32 and inference mode.
 
@@ -208,14 +205,10 @@ class Clip:
 
         self._device = _device(device)
         self._setting = setting
-        try:
+        with _loading(f"{setting}: {folder} does not load as a CLIPModel"):
             model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
             self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(
-                f"{setting}: {folder} does not load as a CLIPModel: {one_line(error)}"
-            ) from None
         tokens = len(self._tokenizer)
         rows = model.config.text_config.vocab_size
         if not 256 < tokens <= rows:
@@ -260,13 +253,8 @@ class Clip:
         distinct = list(dict.fromkeys(prompts))
 
         def compute(batch: list[str]) -> Any:
-            inputs = self._tokenizer(
-                batch,
-                padding="max_length",
-                max_length=self._length,
-                truncation=True,
-                return_tensors="pt",
-            ).to(self._device)
+            padding = {"padding": "max_length", "max_length": self._length, "truncation": True}
+            inputs = self._tokenizer(batch, **padding, return_tensors="pt").to(self._device)
             return self._model.get_text_features(**inputs).pooler_output
 
         features = dict(zip(distinct, _in_batches(distinct, compute), strict=True))
@@ -304,14 +292,9 @@ class VisionModel:
         from transformers import AutoModel
 
         self._device = _device(device)
-        try:
+        with _loading(f"evaluate.image_encoder: {folder} does not load as a vision model"):
             model = AutoModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = _processor(folder)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(
-                f"evaluate.image_encoder: {folder} does not load as a vision model:"
-                f" {one_line(error)}"
-            ) from None
         self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
 
     def images(self, pictures: Iterable[Picture]) -> Float32:
@@ -420,24 +403,13 @@ def _model_type(folder: Path, setting: str, kind: str) -> Any:
     return read_config(folder / "config.json").get("model_type")
 
 
-def _processor_config(folder: Path) -> dict[str, Any]:
-    """An image processor's config: a file of its own, or a part of that of all processors."""
-    path = next(path for name in PROCESSOR if (path := folder / name).is_file())
-    config = read_config(path)
-    part = config.get("image_processor", config)
-    return part if isinstance(part, dict) else {}
-
-
 def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]]) -> None:
     for part, files in parts.items():
         if not any((folder / name).is_file() for name in files):
             raise Refused(f"{setting}: {folder} has no {' or '.join(files)} ({part})")
-    try:
-        shapes = weight_shapes(folder)
-    except Refused as error:
-        raise Refused(f"{setting}: {error}") from None
-    if not shapes:  # but an index
-        raise Refused(f"{setting}: {folder} has no .safetensors weights: fetch them")
+    with naming(setting):
+        if not weight_shapes(folder):  # but an index
+            raise Refused(f"{folder} has no .safetensors weights: fetch them")
 
 
 VERSION = 1
@@ -453,17 +425,10 @@ class ReferenceFeatures:
     shard: Shard
 
 
-@dataclass(frozen=True)
-class FeatureExtractor:
-    """An image encoder and the sha256 or name that identifies it."""
-
-    digest: str
-    model: ImageEncoder
-
-
 def reference_features(
     store: Store,
-    encoders: Mapping[str, FeatureExtractor],
+    models: Mapping[str, ImageEncoder],
+    digests: Mapping[str, str],
     facts: Mapping[str, Any],
     pictures: Iterable[tuple[str, Sample, Picture]],
     tell: Callable[[int], None] = lambda done: None,
@@ -473,16 +438,17 @@ def reference_features(
     Stored features are reused; one pass over the pictures computes the others.
 
     Args:
+        digests: what identifies each encoder, such as its sha256.
         facts: all that selects and transforms the pictures, for the key.
         pictures: (path of the tar, sample, transformed picture), read only if features are missing.
         tell: called after each batch, with the number of pictures so far.
     """
     keys = {
-        name: digest_json({"features": VERSION, "encoder": encoder.digest, **facts})
-        for name, encoder in encoders.items()
+        name: digest_json({"features": VERSION, "encoder": digests[name], **facts})
+        for name in models
     }
     shards = {name: store.shard(STAGE, key) for name, key in keys.items()}
-    missing = {name: encoders[name].model for name, shard in shards.items() if shard is None}
+    missing = {name: models[name] for name, shard in shards.items() if shard is None}
     if missing:
         named, computed = _compute(missing, pictures, tell)
         shards |= {name: _commit(store, keys[name], f, named) for name, f in computed.items()}

@@ -165,15 +165,13 @@ class Inception:
         features = np.zeros((len(all_pictures), FEATURES), np.float32)
         for numbers in by_size.values():
             for batch in batches(numbers, BATCH):
-                features[batch] = self._features([all_pictures[number] for number in batch])
+                stacked = np.stack([all_pictures[number] for number in batch])
+                features[batch] = array_of(self._process.ask(bytes_of(stacked)))
         return features
 
     def close(self) -> None:
         """End the process."""
         self._process.close()
-
-    def _features(self, pictures: list[Picture]) -> Float32:
-        return np.asarray(array_of(self._process.ask(bytes_of(np.stack(pictures)))), np.float32)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from configs.settings.recipe import Recipe
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
 from runtimes.pipeline_folder.folder import Base
+from runtimes.process.job import GenerateJob
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import draw
 from tasks.evaluate.features import digest_image_encoder
@@ -74,6 +75,13 @@ class EvalInputs:
             **self.measuring.digests(),
         }
 
+    @property
+    def loss_facts(self) -> dict[str, Any]:
+        """The facts that define the held-out loss of the model in training."""
+        train = self.recipe.train
+        schedule = self.base.schedule(train)
+        return _loss_facts(schedule, self.base, ExtraInputs.from_settings(train))
+
     def model(
         self, trained: Artifact | None = None, weights: TrainedWeights = BASE
     ) -> draw.EvalModel:
@@ -96,30 +104,31 @@ def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
     """The sampling settings of an evaluation, equal for all models."""
     recipe = inputs.recipe
     latents = inputs.latents
-    settings = inputs.recipe.evaluate
-    has_holdout = open_latents(latents.uri).held_out > 0
-    return draw.SamplingSpec(
+    settings = recipe.evaluate
+    job = GenerateJob(
         runtime=recipe.runtime,
+        **inputs.base.job_fields,
+        drawings=(),
+        prompts=tuple(all_prompts(prompt_sets(settings))),
+        sampler=draw.sampler_settings(settings, "batch_size"),
         device=settings.device,
-        batch_size=settings.batch_size,
-        prompts=tuple(all_prompts(prompt_sets(recipe.evaluate))),
-        sampler=draw.sampler_settings(settings, "dtype"),
-        latents=latents.uri if has_holdout else None,
-        latents_digest=latents.digest,
-        holdout={
+        dtype=settings.dtype,
+        flash_attention=recipe.train.mindspore.flash_attention,
+        offload=settings.offload,
+    )
+    if open_latents(latents.uri).held_out > 0:
+        holdout = {
             "samples": settings.holdout_samples,
             "levels": LEVELS,
             "seed": settings.seed,
             **recipe.train.holdout_loss_inputs,
-        },
-        family_facts=inputs.base.family.key_facts,
-        text_dtype=recipe.encode.text_dtype if has_holdout else None,
-        flash_attention=recipe.train.mindspore.flash_attention,
-        offload=settings.offload,
-    )
+        }
+        text_dtype = recipe.encode.text_dtype
+        job = replace(job, latents=latents.uri, holdout=holdout, text_dtype=text_dtype)
+    return draw.SamplingSpec(job, latents.digest, inputs.base.family.key_facts)
 
 
-def loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:
+def _loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:
     """The facts that define a held-out loss; losses are comparable only if they are equal."""
     encoders = dict(base.encoders)
     return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
@@ -128,8 +137,6 @@ def loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str,
 def fingerprint(inputs: EvalInputs) -> str:
     """sha256 of all facts that two evaluations must share for comparable metrics."""
     recipe = inputs.recipe
-    schedule = inputs.base.schedule(recipe.train)
-    extras = ExtraInputs.from_settings(recipe.train)
     return digest_json(
         {
             "version": VERSION,
@@ -142,14 +149,12 @@ def fingerprint(inputs: EvalInputs) -> str:
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
             "bootstrap": recipe.evaluate.bootstrap,
-            "loss": loss_facts(schedule, inputs.base, extras),
+            "loss": inputs.loss_facts,
         }
     )
 
 
 def same_loss(inputs: EvalInputs, model: draw.EvalModel) -> bool:
     """Whether a model has the prediction and the inputs of the model in training."""
-    theirs = read_schedule(model.part("scheduler"))
-    ours = inputs.base.schedule(inputs.recipe.train)
-    extras = ExtraInputs.from_settings(inputs.recipe.train)
-    return loss_facts(theirs, model.base, model.extras) == loss_facts(ours, inputs.base, extras)
+    schedule = read_schedule(model.part("scheduler"))
+    return _loss_facts(schedule, model.base, model.extras) == inputs.loss_facts

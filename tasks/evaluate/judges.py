@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 from configs.settings.evaluate import JudgeName, PreferenceModel
+from demo.captions import parse
 from tasks.evaluate.distances import preference_scores
 from tasks.evaluate.features import Clip
 
@@ -29,7 +31,7 @@ class JudgeEntry:
     """Registered judges of one name. Their functions import their modules when they are called."""
 
     judges: Mapping[str, Judge]  # metric name -> judge
-    check: Callable[[Sequence[str]], None]  # raises ValueError for an unsupported prompt
+    parse: Callable[[str], object]  # raises ValueError for an unsupported prompt
     side: int | None = None  # of the pictures that they support, in pixels; None: any
 
 
@@ -45,15 +47,8 @@ def _shows_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
     return judge_style(images, prompts)
 
 
-def _check_digits(prompts: Sequence[str]) -> None:
-    from demo.captions import parse
-
-    for prompt in prompts:
-        parse(prompt)
-
-
 JUDGES: dict[JudgeName, JudgeEntry] = {
-    "digits": JudgeEntry({"digit": _shows_digit, "style": _shows_style}, _check_digits, side=32)
+    "digits": JudgeEntry({"digit": _shows_digit, "style": _shows_style}, parse, side=32)
 }
 
 
@@ -85,44 +80,15 @@ def open_judges(
         if not isinstance(judge, PreferenceModel):
             judges |= JUDGES[judge].judges
         elif judge.name in models:
-            judges[judge.name] = preference_judge(judge.name, models[judge.name], device, prompts)
+            clip = Clip(models[judge.name], device, f"evaluate.judges.{judge.name}")
+            clip.tell_cut_prompts(prompts)
+            judges[judge.name] = partial(_preference, clip)
     return judges
 
 
-def preference_judge(name: str, folder: Path, device: str, prompts: Sequence[str]) -> Judge:
-    """A CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
-    clip = Clip(folder, device, f"evaluate.judges.{name}")
-    clip.tell_cut_prompts(prompts)
-
-    def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
-        return preference_scores(clip.images(images), clip.texts(prompts), clip.logit_scale)
-
-    return judge
-
-
-def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequence[str]) -> None:
-    """Raise Refused for the first prompt that a judge does not support."""
-    for judge in settings:
-        if isinstance(judge, PreferenceModel):
-            continue
-        try:
-            JUDGES[judge].check(prompts)
-        except ValueError as error:
-            raise Refused(
-                f"{judge}: {error}; for other prompts leave {judge} out", setting="evaluate.judges"
-            ) from None
-
-
-def check_sides(settings: Sequence[JudgeName | PreferenceModel], height: int, width: int) -> None:
-    """Raise Refused for a judge that does not support pictures of this size."""
-    for judge in settings:
-        side = None if isinstance(judge, PreferenceModel) else JUDGES[judge].side
-        if side is not None and (height, width) != (side, side):
-            raise Refused(
-                f"{judge} judges pictures of {side} x {side} pixels, not {height} x "
-                f"{width}: set evaluate.height and width, or leave {judge} out",
-                setting="evaluate.judges",
-            )
+def _preference(clip: Clip, images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+    """The judgement of a CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
+    return preference_scores(clip.images(images), clip.texts(prompts), clip.logit_scale)
 
 
 def judge_pictures(

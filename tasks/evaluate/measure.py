@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +18,12 @@ from artifacts.image_shards import Sample, read_tar
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Shard, Store
 from configs.settings.evaluate import Memorization
-from tasks.encode.transform import (
-    BadSample,
-    Size,
-    TransformSettings,
-    bucket_sizes,
-    is_holdout,
-    transform,
-)
-from tasks.evaluate import distances, memorization
+from tasks.encode import transform
+from tasks.encode.transform import TransformSettings, bucket_sizes, is_holdout
+from tasks.evaluate import distances, memorization, metrics
 from tasks.evaluate.draw import read_losses, read_pictures
 from tasks.evaluate.features import (
     Clip,
-    FeatureExtractor,
     Float32,
     ImageEncoder,
     Pixels,
@@ -44,19 +38,6 @@ from tasks.evaluate.inception import Inception
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
-from tasks.evaluate.metrics import (
-    CLIP_SCORE,
-    CMMD,
-    LEAST_COMPARED,
-    PromptSets,
-    all_prompts,
-    compared_sets,
-    holdout_losses,
-    prompt_numbers,
-    prompt_sets,
-    slices_by_set,
-    with_ranges,
-)
 from tasks.progress import Report
 
 #: More pictures hardly change a distance, while the search through a large dataset is slow.
@@ -118,12 +99,14 @@ def find_pictures(
 
 
 def _transformed(
-    sample: Sample, settings: TransformSettings, buckets: list[Size]
+    sample: Sample, settings: TransformSettings, buckets: list[transform.Size]
 ) -> NDArray[np.uint8] | None:
     """The picture u8 [H, W, 3] as the VAE received it; None if the encode stage left it out."""
     try:
-        seen = transform(sample.image, sample.source_sha256, sample.meta, settings, buckets)
-    except BadSample:
+        seen = transform.transform(
+            sample.image, sample.source_sha256, sample.meta, settings, buckets
+        )
+    except transform.BadSample:
         return None
     pixels = seen[0].pixels.transpose(1, 2, 0)
     return np.asarray(((pixels + 1.0) * 127.5).round().astype(np.uint8))
@@ -137,6 +120,12 @@ CLIP = "clip"
 IMAGE = "image"
 PIXELS = "pixels"
 INCEPTION = "inception"
+#: Encoder -> the distances of its features. CMMD has those of CLIP, by its definition.
+BY_ENCODER: dict[str, dict[str, distances.Distance]] = {
+    CLIP: {metrics.CMMD: distances.cmmd},
+    IMAGE: distances.DISTANCES,
+    INCEPTION: distances.INCEPTION_DISTANCES,
+}
 References = Mapping[str, ReferenceFeatures]  # by encoder
 
 
@@ -152,12 +141,11 @@ class Measured:
 class MetricSuite:
     """The metrics of an evaluation, with the references that comparable measurements share."""
 
-    sets: PromptSets
+    sets: metrics.PromptSets
     compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out pictures
     judges: Mapping[str, Judge]  # by metric name
-    resampling: (
-        distances.Resampling
-    )  # for held-out samples; that for drawn pictures has their prompts
+    #: For held-out samples; that for drawn pictures has their prompts.
+    resampling: distances.Resampling
     encoders: Mapping[str, ImageEncoder]
     text_features: Float32  # [N, D] of CLIP, one row per picture
     held_out: References
@@ -167,31 +155,30 @@ class MetricSuite:
     @classmethod
     def of(cls, inputs: EvalInputs, store: Store, progress: Report) -> MetricSuite:
         """The metrics of a recipe. Raises Refused if a model fails to load."""
-        recipe = inputs.recipe
         settings = inputs.recipe.evaluate
-        sets = prompt_sets(inputs.recipe.evaluate)
-        prompts = all_prompts(sets)
-        models = inputs.measuring.preference_models
-        clip = Clip(inputs.measuring.clip, settings.device)
+        models = inputs.measuring
+        sets = metrics.prompt_sets(settings)
+        prompts = metrics.all_prompts(sets)
+        clip = Clip(models.clip, settings.device)
         clip.tell_cut_prompts(prompts)
         image: ImageEncoder = WholePictures(clip)
-        if inputs.measuring.image_encoder is not None:
-            image = open_image_encoder(inputs.measuring.image_encoder, settings.device)
+        if models.image_encoder is not None:
+            image = open_image_encoder(models.image_encoder, settings.device)
         searching: dict[str, ImageEncoder] = {IMAGE: image, PIXELS: Pixels()}  # of memorisation
         encoders = {CLIP: clip, **searching}
-        if inputs.measuring.inception is not None:
-            encoders[INCEPTION] = Inception(inputs.measuring.inception, settings.device)
+        if models.inception is not None:
+            encoders[INCEPTION] = Inception(models.inception, settings.device)
+        judges = open_judges(settings.judges, models.preference_models, settings.device, prompts)
+        limit = settings.memorization.pictures
         return cls(
             sets=sets,
-            compared=compared_sets(recipe.evaluate),
-            judges=open_judges(settings.judges, models, settings.device, prompts),
+            compared=metrics.compared_sets(settings),
+            judges=judges,
             resampling=distances.Resampling(settings.bootstrap, settings.seed),
             encoders=encoders,
             text_features=clip.texts(prompts),
             held_out=_references(inputs, store, encoders, "holdout", LIMIT, progress),
-            training=_references(
-                *(inputs, store, searching, "train", settings.memorization.pictures, progress)
-            ),
+            training=_references(inputs, store, searching, "train", limit, progress),
             memorization=settings.memorization,
         )
 
@@ -203,7 +190,7 @@ class MetricSuite:
     @property
     def prompts(self) -> distances.Prompts:
         """The number of every picture's prompt."""
-        return prompt_numbers(self.sets)
+        return metrics.prompt_numbers(self.sets)
 
     def _by_prompt(self, prompts: distances.Prompts) -> distances.Resampling:
         return replace(self.resampling, prompts=prompts)
@@ -224,12 +211,17 @@ class MetricSuite:
         features, scores = self._look(store, drawn, model, progress)
         count = self.resampling.count  # with a large encoder's features, this takes some seconds
         log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
-        estimates = self._clip_scores(features[CLIP]) | self._distances(features)
-        estimates |= holdout_losses(read_losses(store, drawn), self.resampling)
+        similarity = distances.clip_scores(features[CLIP], self.text_features)
+        whole = {metrics.CLIP_SCORE: distances.mean(similarity, self._by_prompt(self.prompts))}
+        estimates = whole | self._by_set(metrics.CLIP_SCORE, similarity)
+        estimates |= self._distances(features)
+        estimates |= metrics.holdout_losses(read_losses(store, drawn), self.resampling)
         closest = self.nearest_training(features)
         if closest is not None:
             estimates |= closest.metrics(self.memorization, self._by_prompt(self.prompts))
-        return Measured(with_ranges(estimates | self._judged(scores)), closest)
+        for name, values in scores.items():
+            estimates |= self._by_set(name, values)
+        return Measured(metrics.with_ranges(estimates), closest)
 
     def _look(
         self, store: Store, drawn: Shard, model: str, progress: Report
@@ -237,7 +229,7 @@ class MetricSuite:
         """Features by each encoder and scores by each judge, one row per picture."""
         features: dict[str, list[Float32]] = {name: [] for name in self.encoders}
         scores: dict[str, list[Scores]] = {name: [] for name in self.judges}
-        prompts = all_prompts(self.sets)
+        prompts = metrics.all_prompts(self.sets)
         start = 0
         for pictures in batches(read_pictures(store, drawn), BATCH):
             for name, encoder in self.encoders.items():
@@ -248,40 +240,32 @@ class MetricSuite:
                 for name, batch in judged.items():
                     scores[name].append(batch)
             start += len(pictures)
-            words = f"{start:,} of {len(prompts):,} pictures of the {model} measured"
-            progress(start, len(prompts), words)
+            total = len(prompts)
+            progress(start, total, f"{start:,} of {total:,} pictures of the {model} measured")
         by_encoder = {name: np.concatenate(rows) for name, rows in features.items()}
         return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
-
-    def _clip_scores(self, features: Float32) -> dict[str, distances.Estimate]:
-        scores = distances.clip_scores(features, self.text_features)
-        whole = {CLIP_SCORE: distances.mean(scores, self._by_prompt(self.prompts))}
-        return whole | self._by_set(CLIP_SCORE, scores)
 
     def _by_set(self, name: str, scores: Scores) -> dict[str, distances.Estimate]:
         summary = distances.share if scores.dtype == bool else distances.mean
         return {
             f"{name}/{which}": summary(scores[part], self._by_prompt(self.prompts[part]))
-            for which, part in slices_by_set(self.sets).items()
+            for which, part in metrics.slices_by_set(self.sets).items()
         }
 
     def _distances(self, features: Mapping[str, Float32]) -> dict[str, distances.Estimate]:
-        parts = slices_by_set(self.sets)
-        chosen = np.array([n for name in self.compared for n in _numbers(parts[name])], int)
-        if min(len(self.held_out[CLIP].features), len(chosen)) < LEAST_COMPARED:
+        parts = metrics.slices_by_set(self.sets)
+        numbers = range(len(self.prompts))
+        chosen = np.array([n for name in self.compared for n in numbers[parts[name]]], int)
+        if min(len(self.held_out[CLIP].features), len(chosen)) < metrics.LEAST_COMPARED:
             return {}
         resampling = self._by_prompt(tuple(self.prompts[n] for n in chosen))
-        by_clip = features[CLIP][chosen]
-        by_image = features[IMAGE][chosen]
-        reference = self.held_out[IMAGE].features
-        estimates = {CMMD: distances.cmmd(by_clip, self.held_out[CLIP].features, resampling)}
-        for name, distance in distances.DISTANCES.items():
-            estimates[name] = distance(by_image, reference, resampling)
-        if INCEPTION in features:
-            drawn = features[INCEPTION][chosen]
-            reference = self.held_out[INCEPTION].features
-            for name, distance in distances.INCEPTION_DISTANCES.items():
-                estimates[name] = distance(drawn, reference, resampling)
+        estimates: dict[str, distances.Estimate] = {}
+        for encoder, functions in BY_ENCODER.items():
+            if encoder in features:
+                drawn = features[encoder][chosen]
+                reference = self.held_out[encoder].features
+                for name, distance in functions.items():
+                    estimates[name] = distance(drawn, reference, resampling)
         return estimates
 
     def nearest_training(self, features: Mapping[str, Float32]) -> NearestTraining | None:
@@ -293,11 +277,26 @@ class MetricSuite:
             nearest(features[PIXELS], self.training[PIXELS].features),
         )
 
-    def _judged(self, scores: Mapping[str, Scores]) -> dict[str, distances.Estimate]:
-        estimates: dict[str, distances.Estimate] = {}
-        for name, values in scores.items():
-            estimates |= self._by_set(name, values)
-        return estimates
+    def memorization_facts(self) -> dict[str, Any]:
+        """Thresholds, sizes, and the share and the closest of held-out pictures.
+
+        Held-out pictures are no copies: they show what a threshold counts by chance.
+        """
+        facts: dict[str, Any] = {
+            "thresholds": self.memorization.model_dump(mode="json"),
+            "training_pictures": len(self.training[IMAGE].features),
+            "held_out_pictures": len(self.held_out[IMAGE].features),
+        }
+        held_out = {name: self.held_out[name].features for name in (IMAGE, PIXELS)}
+        if (by_chance := self.nearest_training(held_out)) is not None:
+            resampling = distances.Resampling(1, self.resampling.seed)
+            shares = by_chance.metrics(self.memorization, resampling)
+            facts["closest_held_out"] = {
+                memorization.FEATURES: float(by_chance.features.similarity.max()),
+                memorization.PIXELS: float(by_chance.pixels.similarity.max()),
+            }
+            facts["held_out"] = {name: share.value for name, share in shares.items()}
+        return facts
 
 
 @contextmanager
@@ -315,36 +314,6 @@ def memory_released() -> Iterator[None]:
         free_memory()
 
 
-def memorization_facts(suite: MetricSuite) -> dict[str, object]:
-    """Thresholds, sizes, and the share and the closest of held-out pictures.
-
-    Held-out pictures are no copies: they show what a threshold counts by chance.
-    """
-    facts: dict[str, object] = {
-        "thresholds": suite.memorization.model_dump(mode="json"),
-        "training_pictures": len(suite.training[IMAGE].features),
-        "held_out_pictures": len(suite.held_out[IMAGE].features),
-    }
-    held_out = {name: suite.held_out[name].features for name in (IMAGE, PIXELS)}
-    if (by_chance := suite.nearest_training(held_out)) is not None:
-        shares = by_chance.metrics(
-            suite.memorization, distances.Resampling(1, suite.resampling.seed)
-        )
-        facts["closest_held_out"] = {
-            memorization.FEATURES: float(by_chance.features.similarity.max()),
-            memorization.PIXELS: float(by_chance.pixels.similarity.max()),
-        }
-        facts["held_out"] = {
-            memorization.FEATURES: shares[memorization.FEATURES].value,
-            memorization.PIXELS: shares[memorization.PIXELS].value,
-        }
-    return facts
-
-
-def _numbers(part: slice) -> range:
-    return range(part.start, part.stop)
-
-
 def _references(
     inputs: EvalInputs,
     store: Store,
@@ -356,15 +325,13 @@ def _references(
     settings = TransformSettings.of(inputs.recipe)
     latents = open_latents(inputs.latents.uri)
     factor = latents.info["size_step"]
-    digests = inputs.measuring.digests()
-    identities = {
-        CLIP: digests["clip"],
-        IMAGE: f"whole pictures {digests.get('image_encoder', digests['clip'])}",
-        PIXELS: Pixels.digest,
-    }
-    if INCEPTION in models:
-        identities[INCEPTION] = digests["inception"]
-    images = inputs.training if split == "train" else inputs.images
+    images = inputs.images
+    name = "held-out"
+    count = latents.held_out
+    if split == "train":
+        images = inputs.training
+        name = "training"
+        count = latents.training
     facts = {
         "images": images.digest,
         "transform": vars(settings),
@@ -373,15 +340,12 @@ def _references(
         "limit": limit,
     }
     pictures = reference_pictures(images, settings, factor, split, limit)
-    name = "held-out"
-    count = latents.held_out
-    if split == "train":
-        name = "training"
-        count = latents.training
+    digests = inputs.measuring.digests()  # its names CLIP and INCEPTION are ours
+    digests[IMAGE] = f"whole pictures {digests.get('image_encoder', digests['clip'])}"
+    digests[PIXELS] = Pixels.digest
 
     def tell(done: int) -> None:
         total = max(done, min(limit, count))
         progress(done, total, f"{done:,} of {total:,} {name} pictures measured")
 
-    encoders = {key: FeatureExtractor(identities[key], model) for key, model in models.items()}
-    return reference_features(store, encoders, facts, pictures, tell)
+    return reference_features(store, models, digests, facts, pictures, tell)

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from configs.settings.evaluate import Memorization
 from tasks.evaluate.distances import Estimate, Resampling, normalise, share
+from tasks.evaluate.draw import INK, PAPER
 from tasks.evaluate.features import ReferenceFeatures
 from tasks.panels import picture_grid, to_png
 
@@ -22,8 +23,6 @@ BLOCK = 512  # samples per matrix product
 SIDE = 128
 GAP = 4
 LINE = 14  # of a picture in the strip of pairs, pixels
-INK = (40, 30, 25)
-PAPER = (250, 246, 240)
 
 
 @dataclass(frozen=True)
@@ -91,32 +90,24 @@ def copies_table(facts: Mapping[str, Any], shares: Mapping[str, Any]) -> list[di
         shares: metric -> {value, n} of the tuned model.
     """
     rows = []
-    for by, name, limit in (
-        ("features", FEATURES, "similarity"),
-        ("pixels", PIXELS, "pixel_similarity"),
-    ):
+    ways = (("features", FEATURES, "similarity"), ("pixels", PIXELS, "pixel_similarity"))
+    for by, name, limit in ways:
         closest = [pair["similarity"] for pair in facts["closest_pairs"] if pair["by"] == by]
         share = shares[name]
-        threshold = facts["thresholds"][limit]
+        held_out = facts.get("held_out", {}).get(name)
+        count = facts["held_out_pictures"]
+        counted = "—" if held_out is None else f"{round(held_out * count)} of {count:,}"
         rows.append(
             {
                 "compared by": by,
-                "counts from": threshold,
+                "counts from": facts["thresholds"][limit],
                 "samples that count": f"{round(share['value'] * share['n'])} of {share['n']:,}",
                 "closest sample": max(closest, default="—"),
-                "held-out that count": _counted(facts, name),
+                "held-out that count": counted,
                 "closest held-out": facts.get("closest_held_out", {}).get(name, "—"),
             }
         )
     return rows
-
-
-def _counted(facts: Mapping[str, Any], name: str) -> str:
-    """The held-out pictures that count as copies, out of all; a dash if there are none."""
-    if name not in facts.get("held_out", {}):
-        return "—"
-    count = facts["held_out_pictures"]
-    return f"{round(facts['held_out'][name] * count)} of {count:,}"
 
 
 def render_pairs(pairs: Sequence[tuple[Pair, NDArray[np.uint8], NDArray[np.uint8]]]) -> bytes:

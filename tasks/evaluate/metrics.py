@@ -176,7 +176,9 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
     sets = list(recipe.evaluate.prompts)
     names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
     if recipe.encode.holdout > 0 and held_out:
-        if min(held_out, _compared_pictures(recipe.evaluate)) >= LEAST_COMPARED:
+        pictures = prompt_sets(recipe.evaluate)
+        compared = sum(len(pictures[name]) for name in compared_sets(recipe.evaluate))
+        if min(held_out, compared) >= LEAST_COMPARED:
             names += [CMMD, *distances.DISTANCES]
             names += distances.INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
         names += [HOLDOUT_LOSS, *BANDS]
@@ -218,11 +220,6 @@ def sets_of_metric(metric: str, settings: Evaluate) -> tuple[str, ...]:
     if name in (CMMD, *distances.DISTANCES, *distances.INCEPTION_DISTANCES):
         return compared_sets(settings)
     return tuple(settings.prompts)
-
-
-def _compared_pictures(settings: Evaluate) -> int:
-    sets = prompt_sets(settings)
-    return sum(len(sets[name]) for name in compared_sets(settings))
 
 
 def all_prompts(sets: PromptSets) -> list[str]:

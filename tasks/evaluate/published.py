@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +29,13 @@ from configs.errors import Away, Refused
 from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
 from tasks import build_or_reuse as stage
-from tasks.code_version import runtime_facts
 from tasks.evaluate import draw
-from tasks.evaluate.distances import Estimates, from_npz, to_npz
-from tasks.evaluate.draw import STAGE, EvalModel, RunJob, digest_eval_model, digest_pipeline
-from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
+from tasks.evaluate.distances import Estimates, from_npz
+from tasks.evaluate.draw import EvalModel, RunJob, digest_eval_model, digest_pipeline
+from tasks.evaluate.inputs import EvalInputs, fingerprint, same_loss, sampling_spec
 from tasks.evaluate.measure import MetricSuite, memory_released
 from tasks.evaluate.metrics import with_ranges
-from tasks.evaluate.stage import metrics_by_name, read_estimates, settings_for_key
+from tasks.evaluate.stage import Measurement, read_estimates
 from tasks.progress import Progress
 from tasks.run_job import run_job
 from tasks.trained_weights import TrainedWeights
@@ -49,7 +49,19 @@ def load_published_model(folder: Path) -> EvalModel:
         Refused, Away: the base of the adapters is missing, or does not answer now.
         Refused: the folder has neither a pipeline nor adapters.
     """
-    _check_files(folder)
+    try:
+        manifest = read_record(LocalFileSystem(), str(folder / MANIFEST))
+    except Damaged:
+        if (folder / stage.RECIPE).is_file():
+            raise _damaged(folder, MANIFEST) from None
+        manifest = None  # some other program's file of this name
+    for entry in manifest["files"] if manifest else []:
+        path = folder / entry.path
+        if path.name in IGNORED:  # such as a card that was edited
+            continue
+        if not path.is_file() or digest_model_file(path) != entry.sha256:
+            distrust(LocalFileSystem(), str(path))
+            raise _damaged(folder, entry.path)
     model = find_parts(folder)
     return replace(model, digest=_digest(folder, model))
 
@@ -74,22 +86,6 @@ def is_complete_here(folder: Path) -> bool:
     model = _base_settings(folder)
     named = [model.get("path"), model.get("vae")]
     return all(os.path.isdir(place) for place in named if isinstance(place, str))
-
-
-def _check_files(folder: Path) -> None:
-    try:
-        manifest = read_record(LocalFileSystem(), str(folder / MANIFEST))
-    except Damaged:
-        if (folder / stage.RECIPE).is_file():
-            raise _damaged(folder, MANIFEST) from None
-        return  # some other program's file of this name
-    for entry in manifest["files"] if manifest else []:
-        path = folder / entry.path
-        if path.name in IGNORED:  # such as a card that was edited
-            continue
-        if not path.is_file() or digest_model_file(path) != entry.sha256:
-            distrust(LocalFileSystem(), str(path))
-            raise _damaged(folder, entry.path)
 
 
 def _damaged(folder: Path, path: str) -> Damaged:
@@ -189,25 +185,15 @@ def metrics_of_published(
         return PublishedMetrics(published)
     log.info("evaluate: the champion has no comparable metrics: measuring it again")
     model = load_published_model(resolve_model(uri))
-    artifact = build(ChampionEvaluation(data, model, run)).load(evaluated.store)
+    artifact = build(ChampionEvaluation(data, model, run=run)).load(evaluated.store)
     return PublishedMetrics(read_estimates(artifact, ("tuned",))["tuned"], artifact)
 
 
 @dataclass(frozen=True)
-class ChampionEvaluation(stage.Stage):
+class ChampionEvaluation(Measurement):
     """A published model, measured as the tuned one of an evaluation."""
 
-    data: EvalInputs
     model: EvalModel
-    run: RunJob = run_job
-
-    name = STAGE
-    version = VERSION
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those of the evaluation."""
-        return settings_for_key(self.data.recipe)
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -218,11 +204,6 @@ class ChampionEvaluation(stage.Stage):
         shared = {"published": self.model.digest, "comparable": fingerprint(self.data)}
         return self.data.digests() | shared
 
-    @property
-    def parents(self) -> dict[str, Artifact]:
-        """The reference data."""
-        return {"images": self.data.images, "latents": self.data.latents}
-
     @memory_released()
     def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Sample with the model, and write its finite metrics, as `tuned`, into the draft.
@@ -230,32 +211,17 @@ class ChampionEvaluation(stage.Stage):
         A rule that names another metric then has no comparable value, and fails unless it is
         forced.
         """
-        data = self.data
-        spec = sampling_spec(data)
-        store = draft.store
-        if not same_loss(data, self.model):
-            spec = replace(spec, latents=None)  # the model may not even accept our latents
-        with draw.scratch(draft) as folder:
-            on_event = draw.progress_callback(progress)
-            (shard,) = draw.draw([self.model], spec, store, folder, self.run, on_event)
-        suite = MetricSuite.of(data, store, progress)
-        models = {"tuned": _finite(suite.measure(store, shard, "champion", progress).metrics)}
-        for used in [shard, *suite.shards]:
-            draft.add_shard(used)
-        draft.write(stage.BOOTSTRAP, to_npz(models))
-        facts = {"metrics": metrics_by_name(models), "fingerprint": fingerprint(data)}
-        draft.write(stage.METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
-        run_facts = runtime_facts(data.recipe.runtime)
-        counts = {"pictures": len(spec.prompts), "drawn": {"tuned": shard.key}}
-        return {**counts, **facts, "run": run_facts}
-
-
-def _finite(estimates: Estimates) -> Estimates:
-    """The metrics of a champion that have a value; a warning names the others."""
-    finite = {name: estimate for name, estimate in estimates.items() if np.isfinite(estimate.value)}
-    if lost := sorted(estimates.keys() - finite.keys()):
-        log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
-    return finite
+        spec = sampling_spec(self.data)
+        if not same_loss(self.data, self.model):
+            # The model may not even accept our latents.
+            spec = replace(spec, job=replace(spec.job, latents=None, holdout={}))
+        (shard,) = draw.draw([self.model], spec, draft, self.run, progress)
+        suite = MetricSuite.of(self.data, draft.store, progress)
+        metrics = suite.measure(draft.store, shard, "champion", progress).metrics
+        finite = {name: metric for name, metric in metrics.items() if np.isfinite(metric.value)}
+        if lost := sorted(metrics.keys() - finite.keys()):
+            log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
+        return self.write(draft, suite, {"tuned": shard}, {"tuned": finite}, {})
 
 
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
@@ -264,16 +230,15 @@ def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
     Raises Failed if a remote store does not give them.
     """
     place = Store(uri)
-    fs = place.fs
-    root = place.root
+    read = partial(read_checked, place.fs, place.root)
     with stage.storing(place):
         try:
-            manifest = read_record(fs, f"{root}/{MANIFEST}")
+            manifest = read_record(place.fs, f"{place.root}/{MANIFEST}")
             sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
-            metrics = json.loads(read_checked(fs, root, stage.METRICS, sha256[stage.METRICS]))
+            metrics = json.loads(read(stage.METRICS, sha256[stage.METRICS]))
             if metrics["fingerprint"] != fingerprint:
                 return None
-            resampled = read_checked(fs, root, stage.BOOTSTRAP, sha256[stage.BOOTSTRAP])
+            resampled = read(stage.BOOTSTRAP, sha256[stage.BOOTSTRAP])
             return with_ranges(from_npz(resampled, metrics["metrics"], "tuned"))
         except (OSError, ValueError, KeyError) as error:
             if is_outage(error) or is_forbidden(error):

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Refused
-from configs.settings.evaluate import Evaluate
+from configs.settings.evaluate import Evaluate, PreferenceModel
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
@@ -23,25 +23,12 @@ from tasks.build_or_reuse import BOOTSTRAP, GRID, METRICS, Stage
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.transform import TransformSettings
-from tasks.evaluate import draw, measure
+from tasks.evaluate import draw, measure, metrics
 from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
 from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
-from tasks.evaluate.judges import check_prompts, check_sides, judge_names
+from tasks.evaluate.judges import JUDGES, judge_names
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
-from tasks.evaluate.metrics import (
-    LOWER_IS_BETTER,
-    PromptSets,
-    all_prompts,
-    by_set,
-    compared_sets,
-    lower_is_better,
-    metric_names,
-    metric_rows,
-    prompt_sets,
-    slices_by_set,
-    with_ranges,
-)
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
@@ -55,13 +42,14 @@ log = logging.getLogger("kiln")
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
+    sets = metrics.prompt_sets(recipe.evaluate)
     return {
         **recipe.evaluate.key_settings(),
         # A digest sorts names, and a picture's number selects its noise.
         "sets": list(recipe.evaluate.prompts),
-        "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe.evaluate).items()},
+        "prompts": {name: list(prompts) for name, prompts in sets.items()},
         "judges": judge_names(recipe.evaluate.judges),
-        "compared": compared_sets(recipe.evaluate),
+        "compared": metrics.compared_sets(recipe.evaluate),
         "reference": asdict(TransformSettings.of(recipe)),
         "holdout_loss": recipe.train.holdout_loss_inputs,
     }
@@ -69,12 +57,22 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 
 def check(recipe: Recipe) -> None:
     """Raise Refused for an unreadable prompt file, or a judge with a wrong prompt or name."""
-    known = Counter(metric_names(recipe))
+    known = Counter(metrics.metric_names(recipe))
     for judge in judge_names(recipe.evaluate.judges):
-        names = by_set(judge, recipe.evaluate.prompts)
-        if judge in LOWER_IS_BETTER or any(known[name] > 1 for name in names):
+        names = metrics.by_set(judge, recipe.evaluate.prompts)
+        if judge in metrics.LOWER_IS_BETTER or any(known[name] > 1 for name in names):
             raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
-    check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe.evaluate)))
+    prompts = metrics.all_prompts(metrics.prompt_sets(recipe.evaluate))
+    for name in recipe.evaluate.judges:
+        if isinstance(name, PreferenceModel):
+            continue
+        try:
+            for prompt in prompts:
+                JUDGES[name].parse(prompt)
+        except ValueError as error:
+            raise Refused(
+                f"{name}: {error}; for other prompts leave {name} out", setting="evaluate.judges"
+            ) from None
 
 
 def check_drawn_size(settings: Evaluate, base: Base) -> None:
@@ -83,16 +81,22 @@ def check_drawn_size(settings: Evaluate, base: Base) -> None:
     conditioning.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
     scale = base.encoders["vae_scale_factor"]
     size = conditioning.image_size(sides, base.family, base.denoiser, scale)
-    check_sides(settings.judges, *size)
+    for judge in settings.judges:
+        side = None if isinstance(judge, PreferenceModel) else JUDGES[judge].side
+        if side is not None and size != (side, side):
+            raise Refused(
+                f"{judge} judges pictures of {side} x {side} pixels, not {size[0]} x "
+                f"{size[1]}: set evaluate.height and width, or leave {judge} out",
+                setting="evaluate.judges",
+            )
 
 
 @dataclass(frozen=True)
-class EvaluateStage(Stage):
-    """The base and the tuned model, measured on equal prompts and noise."""
+class Measurement(Stage):
+    """Models, measured on the prompts, the noise and the data of an evaluation."""
 
     data: EvalInputs
-    trained: Artifact
-    run: RunJob = run_job
+    run: RunJob = field(default=run_job, kw_only=True)
 
     name = STAGE
     version = VERSION
@@ -103,6 +107,43 @@ class EvaluateStage(Stage):
         return settings_for_key(self.data.recipe)
 
     @property
+    def parents(self) -> dict[str, Artifact]:
+        """The reference data."""
+        return {"images": self.data.images, "latents": self.data.latents}
+
+    def write(
+        self,
+        draft: Draft,
+        suite: measure.MetricSuite,
+        drawn: Mapping[str, Shard],
+        measured: Mapping[str, Estimates],
+        facts: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Add the metrics and all shards to the draft; returns the summary.
+
+        Args:
+            drawn: model -> its pictures.
+            measured: model -> its metrics.
+            facts: what metrics.json has besides the metrics.
+        """
+        for shard in [*drawn.values(), *suite.shards]:
+            draft.add_shard(shard)
+        draft.write(BOOTSTRAP, to_npz(measured))
+        by_name = metrics_by_name(measured)
+        facts = {"metrics": by_name, **facts, "fingerprint": fingerprint(self.data)}
+        draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+        keys = {model: shard.key for model, shard in drawn.items()}
+        run_facts = runtime_facts(self.data.recipe.runtime)
+        return {"pictures": len(suite.prompts), "drawn": keys, **facts, "run": run_facts}
+
+
+@dataclass(frozen=True)
+class EvaluateStage(Measurement):
+    """The base and the tuned model, measured on equal prompts and noise."""
+
+    trained: Artifact
+
+    @property
     def inputs(self) -> dict[str, str]:
         """Both models, those that measure, and the reference data."""
         return self.data.digests() | {"model": self.trained.digest}
@@ -110,7 +151,7 @@ class EvaluateStage(Stage):
     @property
     def parents(self) -> dict[str, Artifact]:
         """The reference data and the trained weights."""
-        return {"images": self.data.images, "latents": self.data.latents, "model": self.trained}
+        return super().parents | {"model": self.trained}
 
     @measure.memory_released()
     def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
@@ -118,42 +159,53 @@ class EvaluateStage(Stage):
         data = self.data
         spec = sampling_spec(data)
         store = draft.store
-        if spec.latents is None:
+        if spec.job.latents is None:
             log.warning(
                 "evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances"
             )
-        cuts = tell_cut_prompts(STAGE, data.base, spec.prompts)
-        with draw.scratch(draft) as folder, local_weights(self.trained) as weights:
+        cuts = tell_cut_prompts(STAGE, data.base, spec.job.prompts)
+        with local_weights(self.trained) as weights:
             models = [data.model(), data.model(self.trained, weights)]
-            on_event = draw.progress_callback(progress)
-            shards = draw.draw(models, spec, store, folder, self.run, on_event)
+            shards = draw.draw(models, spec, draft, self.run, progress)
         drawn = dict(zip(MODELS, shards, strict=True))
-        log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
+        log.info("evaluate: measuring %d pictures per model", len(spec.job.prompts))
         suite = measure.MetricSuite.of(data, store, progress)
         base, tuned = (
             suite.measure(store, shard, name, progress)
             for name, shard in zip(("base", "tuned model"), shards, strict=True)
         )
-        measured: dict[str, Estimates] = {"base": base.metrics, "tuned": tuned.metrics}
+        measured = {"base": base.metrics, "tuned": tuned.metrics}
         _check_finite(measured)
         if not same_loss(data, models[0]):
-            measured["base"] = _without_loss(base.metrics)
-        for shard in [*shards, *suite.shards]:
-            draft.add_shard(shard)
-        draft.write(BOOTSTRAP, to_npz(measured))
+            log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
+            known = {n: e for n, e in base.metrics.items() if not n.startswith(HOLDOUT_LOSS)}
+            measured["base"] = known
         draft.write(GRID, _grid(store, drawn, suite.sets))
         compared = differences(tuned.metrics, measured["base"])
         facts = {
-            "metrics": metrics_by_name(measured),
             "differences": {name: {"base": estimate} for name, estimate in compared.items()},
-            "memorization": _memorization(data, suite, store, shards[-1], tuned, draft),
-            "fingerprint": fingerprint(data),
+            "memorization": self._memorization(suite, shards[-1], tuned, draft),
         }
-        draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
-        run_facts = runtime_facts(data.recipe.runtime)
-        keys = {model: shard.key for model, shard in drawn.items()}
-        counts = {"pictures": len(spec.prompts), "cut": cuts, "drawn": keys}
-        return {**counts, **facts, "run": run_facts}
+        return self.write(draft, suite, drawn, measured, facts) | {"cut": cuts}
+
+    def _memorization(
+        self, suite: measure.MetricSuite, shard: Shard, tuned: measure.Measured, draft: Draft
+    ) -> dict[str, Any]:
+        """The facts of the search for training pictures; the closest pairs are drawn."""
+        facts = suite.memorization_facts()
+        if tuned.nearest is None:
+            return facts
+        pairs = closest_pairs(tuned.nearest, suite.training["image"])
+        settings = TransformSettings.of(self.data.recipe)
+        factor = open_latents(self.data.latents.uri).info["size_step"]
+        wanted = {(pair.tar, pair.key) for pair in pairs}
+        training = measure.find_pictures(self.data.training, wanted, settings, factor)
+        samples = draw.read_chosen(draft.store, shard, {pair.sample for pair in pairs})
+        drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
+        draft.write(PAIRS, render_pairs(drawn))
+        prompts = metrics.all_prompts(suite.sets)
+        closest = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
+        return {**facts, "closest_pairs": closest}
 
     def facts(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The metrics of both models, and their differences."""
@@ -166,13 +218,12 @@ class EvaluateStage(Stage):
         Args:
             champion: a comparable evaluation of the champion.
         """
-        summary = artifact.summary
-        metrics = summary["metrics"]
-        compared = summary["differences"]
+        measured = artifact.summary["metrics"]
+        compared = artifact.summary["differences"]
         if champion is not None:
             own = champion.summary["metrics"]
             theirs = {n: {"champion": own[n]["tuned"]} for n in own if "tuned" in own[n]}
-            metrics = {n: m | theirs.get(n, {}) for n, m in metrics.items()}
+            measured = {n: m | theirs.get(n, {}) for n, m in measured.items()}
             tuned = (read_estimates(evaluated)["tuned"] for evaluated in (artifact, champion))
             paired = differences(*tuned)
             compared = {
@@ -180,10 +231,10 @@ class EvaluateStage(Stage):
             }
         panels: list[Panel] = [
             compare_pictures(artifact, champion),
-            Chart("Metrics", intervals_chart(metrics, lower_is_better)),
+            Chart("Metrics", intervals_chart(measured, metrics.lower_is_better)),
             Table(
                 "Metrics and paired differences, with 95% confidence intervals",
-                metric_rows(metrics, compared),
+                metrics.metric_rows(measured, compared),
             ),
         ]
         return panels + show_closest_pairs(artifact)
@@ -205,12 +256,6 @@ def _check_finite(models: Mapping[str, Estimates]) -> None:
                 )
 
 
-def _without_loss(estimates: Estimates) -> Estimates:
-    """The metrics of a base that predicts another quantity than the trained model."""
-    log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
-    return {k: estimate for k, estimate in estimates.items() if not k.startswith(HOLDOUT_LOSS)}
-
-
 def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metric]]:
     """Metric name -> model -> metric, as in metrics.json."""
     names = dict.fromkeys(name for estimates in models.values() for name in estimates)
@@ -222,34 +267,9 @@ def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metr
 
 def read_estimates(evaluated: Artifact, models: Sequence[str] = MODELS) -> dict[str, Estimates]:
     """Model -> its metrics, for some models of an evaluation."""
-    metrics = json.loads(evaluated.read(METRICS))["metrics"]
+    measured = json.loads(evaluated.read(METRICS))["metrics"]
     resampled = evaluated.read(BOOTSTRAP)
-    return {model: with_ranges(from_npz(resampled, metrics, model)) for model in models}
-
-
-def _memorization(
-    inputs: EvalInputs,
-    suite: measure.MetricSuite,
-    store: Store,
-    shard: Shard,
-    tuned: measure.Measured,
-    draft: Draft,
-) -> dict[str, Any]:
-    """The facts of the search for training pictures; the closest pairs are drawn as a picture."""
-    facts = measure.memorization_facts(suite)
-    if tuned.nearest is None:
-        return facts
-    pairs = closest_pairs(tuned.nearest, suite.training["image"])
-    settings = TransformSettings.of(inputs.recipe)
-    factor = open_latents(inputs.latents.uri).info["size_step"]
-    wanted = {(pair.tar, pair.key) for pair in pairs}
-    training = measure.find_pictures(inputs.training, wanted, settings, factor)
-    samples = draw.read_chosen(store, shard, {pair.sample for pair in pairs})
-    drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
-    draft.write(PAIRS, render_pairs(drawn))
-    prompts = all_prompts(suite.sets)
-    closest = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
-    return {**facts, "closest_pairs": closest}
+    return {model: metrics.with_ranges(from_npz(resampled, measured, model)) for model in models}
 
 
 def show_closest_pairs(artifact: Artifact) -> list[Panel]:
@@ -265,11 +285,11 @@ def show_closest_pairs(artifact: Artifact) -> list[Panel]:
     ]
 
 
-def _grid(store: Store, shards: Mapping[str, Shard], sets: PromptSets) -> bytes:
-    prompts = all_prompts(sets)
+def _grid(store: Store, shards: Mapping[str, Shard], sets: metrics.PromptSets) -> bytes:
+    prompts = metrics.all_prompts(sets)
     chosen = {
         name: [part.start + number for number in draw.choose(prompts[part])]
-        for name, part in slices_by_set(sets).items()
+        for name, part in metrics.slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
     drawn = {model: draw.read_chosen(store, shard, wanted) for model, shard in shards.items()}

@@ -17,7 +17,7 @@ from runtimes.torch_models.gpu_specs import known_gpu
 from tasks.download.shard import STAGE as DOWNLOAD
 from tasks.encode.transform import STAGE as ENCODE
 from tasks.plan.gpu import TYPICAL_MFU, memory_of
-from tasks.plan.plan import DiskEstimate, estimate_disk
+from tasks.plan.plan import estimate_disk
 from tasks.progress import bytes_in_words
 
 log = logging.getLogger("kiln")
@@ -49,10 +49,11 @@ def check_disk(
     needed, words = _needed(recipe.plan.disk_gb, whole, left)
     free = free_bytes(store)
     if free is not None and needed > free:
-        left = whole.without_stored(_missing(store, stages, shards))
+        missing = _missing(store, stages, shards)
+        left = {stage: int(missing[stage] * size) for stage, size in whole.items()}
         needed, words = _needed(recipe.plan.disk_gb, whole, left)
     there = "" if free is None else f", {bytes_in_words(free)} are free"
-    time = training_time(trials or (recipe,)) if left.stages.get("train") else None
+    time = training_time(trials or (recipe,)) if left.get("train") else None
     log.info(
         "estimate: %s rows, at most %s of disk%s (%s)%s",
         f"{rows:,}",
@@ -79,11 +80,14 @@ def training_time(recipes: Sequence[Recipe]) -> str | None:
     return f"training about {sum(hours):,.1f} h on {spec.name} (at {TYPICAL_MFU:.0%} of its peak)"
 
 
-def _needed(by_hand: float | None, whole: DiskEstimate, left: DiskEstimate) -> tuple[int, str]:
+def _needed(
+    by_hand: float | None, whole: dict[StageName, int], left: dict[StageName, int]
+) -> tuple[int, str]:
     """Bytes still needed, and their parts in words; `plan.disk_gb` replaces the whole estimate."""
+    total = sum(left.values())
     if by_hand is None:
-        return left.total, left.words
-    share = left.total / whole.total if whole.total else 0.0
+        return total, ", ".join(f"{name} {bytes_in_words(size)}" for name, size in left.items())
+    share = total / sum(whole.values()) if any(whole.values()) else 0.0
     return int(by_hand * 1e9 * share), f"plan.disk_gb {by_hand:g}, {1 - share:.0%} of it stored"
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -33,9 +33,9 @@ from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, ask
 from runtimes.sample.conditioning import image_size
-from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec, parse_gpu
+from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec
 from tasks.evaluate.metrics import sample_prompts
-from tasks.plan.plan import TrainingPlan, cache_key, checkpoint_bytes, load_or_compute, open_configs
+from tasks.plan.plan import Say, TrainingPlan, cache_key, checkpoint_bytes, load_or_compute
 from tasks.progress import gib
 
 #: Increment when the recorded step or the meaning of its bytes changes.
@@ -68,13 +68,9 @@ class Peaks:
 
 
 class Planner:
-    """Computes and keeps the memory of the steps that variants of a recipe need.
+    """Computes and keeps the memory of the steps that variants of a recipe need."""
 
-    Args:
-        say: receives a message before each computation, which takes seconds to a minute.
-    """
-
-    def __init__(self, recipe: Recipe, base: Base, say: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, base: Base, say: Say) -> None:
         self.recipe = recipe
         self._base = base
         self._say = say
@@ -127,15 +123,11 @@ class Planner:
     def _sampling(self, dtype: str) -> GpuStepRequest:
         names = {"inpainting", "aesthetic_score", "init", "denoiser_config"}
         settings = self.recipe.train.model_dump(mode="json", include=names)
-        size = self._drawn_size()
-        return replace(self._request(settings), sampling_dtype=dtype, drawn_size=size)
-
-    def _drawn_size(self) -> tuple[int, int]:
-        """(height, width) of the pictures that training and evaluation draw, in pixels."""
         base = self._base
         scale = base.encoders["vae_scale_factor"]
         asked = self.recipe.evaluate.model_dump(include={"height", "width"})
-        return image_size(asked, base.family, base.denoiser, scale)
+        size = image_size(asked, base.family, base.denoiser, scale)
+        return replace(self._request(settings), sampling_dtype=dtype, drawn_size=size)
 
     def _request(self, train: dict[str, Any]) -> GpuStepRequest:
         return GpuStepRequest(
@@ -157,7 +149,8 @@ class Planner:
         """Peak memory of a variant of the recipe."""
         step = self.step(train)
         average = 0 if train.ema_decay is None else step.ema
-        state = {"weights": step.weights, "optimizer": optimizer_bytes(step, train), "ema": average}
+        moments = step.optimizer_8bit if train.optimizer == "adamw_8bit" else step.optimizer
+        state = {"weights": step.weights, "optimizer": moments, "ema": average}
         samples, several = micro_batch(train)
         held = sum(state.values())
         drawn = 0
@@ -224,11 +217,6 @@ def micro_batch(settings: Train) -> tuple[int, bool]:
     return size, size < share or settings.processes > 1
 
 
-def optimizer_bytes(step: StepMemory, settings: Train) -> int:
-    """Bytes of the optimizer's state."""
-    return step.optimizer_8bit if settings.optimizer == "adamw_8bit" else step.optimizer
-
-
 def executed_flops(step: StepMemory) -> float:
     """FLOPs per image, with recomputation."""
     return step.flops_per_image + step.recomputed_flops_per_image
@@ -272,18 +260,13 @@ def advise(planner: Planner, usable: int) -> list[Advice]:
     recipe = planner.recipe
     train = recipe.train
     smaller, sampling = _smaller_sampling(planner, usable)
-    changes = [
-        change
-        for change in CHANGES
-        if _applies(change[0], recipe.runtime, train)
-        and planner.permits(with_train(train, change[0]))
-    ]
+    changes = [change for change in CHANGES if _applies(change[0], recipe.runtime, train)]
+    changes = [c for c in changes if planner.permits(with_train(train, c[0]))]
     cheap = [change for change in changes if "method" not in change[0]]
     before = executed_flops(planner.step(train))
     suggestions: list[Advice] = []
-    for settings, notes in _that_fit(planner, smaller, cheap, usable) or _that_fit(
-        planner, smaller, changes, usable
-    ):
+    fitting = _that_fit(planner, smaller, cheap, usable)
+    for settings, notes in fitting or _that_fit(planner, smaller, changes, usable):
         variant = with_train(train, settings)
         ratio = executed_flops(planner.step(variant)) / before
         changed = {n: v for n, v in settings.items() if attrgetter(n)(train) != v}
@@ -305,8 +288,8 @@ def _that_fit(
     train = planner.recipe.train
     current, _ = micro_batch(train)
     sets = [_merged(some) for n in range(len(changes) + 1) for some in combinations(changes, n)]
-    is_lora = train.method == "lora"
-    sets = [s for s in sets if is_lora or "method" in s[0] or "lora.base_precision" not in s[0]]
+    if train.method != "lora":
+        sets = [s for s in sets if "method" in s[0] or "lora.base_precision" not in s[0]]
     variants = [with_train(train, settings) for settings, _ in sets]
     planner.compute([planner.training_request(variant) for variant in variants])
     kept: dict[frozenset[str], int] = {}
@@ -334,17 +317,13 @@ def _smaller_sampling(planner: Planner, usable: int) -> tuple[Evaluate, dict[str
     """
     recipe = planner.recipe
     evaluate = recipe.evaluate
-    sizes = range(evaluate.batch_size, 0, -1)
     for offload in sorted({evaluate.offload, evaluate.offload or recipe.runtime == "torch"}):
-        for size in sizes:
+        for size in range(evaluate.batch_size, 0, -1):
             changed = {"batch_size": size, "offload": offload}
             variant = evaluate.model_copy(update=changed)
             if planner.peaks(recipe.train, variant).sampling <= usable:
-                return variant, {
-                    f"evaluate.{name}": value
-                    for name, value in changed.items()
-                    if getattr(evaluate, name) != value
-                }
+                others = {n: v for n, v in changed.items() if getattr(evaluate, n) != v}
+                return variant, {f"evaluate.{name}": value for name, value in others.items()}
     return evaluate, {}
 
 
@@ -393,32 +372,12 @@ class GpuPlan(TrainingPlan):
         """Bytes that training needs at least, if compiled blocks save most activations."""
         parts = dict(self.peaks.parts)
         if self.recipe.train.compile != "none":
-            for name in ("activations", "temporaries"):
-                parts[name] = int(parts[name] * COMPILED)
+            parts |= {n: int(parts[n] * COMPILED) for n in ("activations", "temporaries")}
         return sum(parts.values())
 
     @property
     def chips(self) -> int:
         return self.recipe.train.processes
-
-    @property
-    def record(self) -> RecipeMemory:
-        """What a stored plan keeps; it does not depend on the GPU."""
-        peaks = self.peaks
-        train = self.recipe.train
-        return RecipeMemory(
-            recipe=self.recipe.name,
-            settings=digest_settings(self.recipe),
-            training=peaks.training,
-            samples=peaks.samples,
-            sampling=peaks.sampling,
-            checkpoint=peaks.checkpoint,
-            parameters=self.step.parameters,
-            checkpoint_bytes=self.checkpoint_bytes,
-            flops_per_image=executed_flops(self.step),
-            images=None if self.steps is None else self.steps * train.global_batch_size,
-            product_dtype=train.product_dtype,
-        )
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -453,33 +412,19 @@ class GpuPlan(TrainingPlan):
         return text + f"it fits with {self.advice[0].options}"
 
 
-def plan_gpu_training(
-    recipe: Recipe, gpu: str, *, search: bool, say: Callable[[str], None]
+def plan_for(
+    recipe: Recipe, gpu: Gpu, base: Base, say: Say = log.info, *, search: bool = False
 ) -> GpuPlan:
     """Plan a recipe's training on a GPU, by runtime torch.
 
     Args:
-        gpu: memory, such as 24GB, or name, such as H100.
+        base: opened; its configs are enough.
         search: search for the largest micro-batch beyond the recipe's global batch size.
-        say: receives a message before each computation, which takes seconds to a minute.
 
     Raises:
-        Refused: the plan does not support the recipe or the GPU.
+        Refused: the plan does not support the recipe.
         Unanswered: the planner failed.
     """
-    there = parse_gpu(gpu)
-    return plan_for(recipe, there, open_configs(recipe.model), say, search=search)
-
-
-def plan_for(
-    recipe: Recipe,
-    gpu: Gpu,
-    base: Base,
-    say: Callable[[str], None] = log.info,
-    *,
-    search: bool = False,
-) -> GpuPlan:
-    """`plan_gpu_training` for an opened base; its configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
         raise Refused("train.fsdp: a GPU plan knows unsharded weights only: set 1")
     planner = Planner(recipe, base, say)

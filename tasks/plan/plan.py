@@ -11,7 +11,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from artifacts.models import files_below, resolve_configs
 from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
 from configs.errors import Refused
-from configs.settings.data import Download, Encode
+from configs.settings.data import Encode
 from configs.settings.recipe import Model, Publish, Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
@@ -28,7 +28,9 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
 from runtimes.process.questions import GpuStepRequest, TpuStepRequest
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
-from tasks.progress import bytes_in_words
+
+#: Receives a message before each computation, which takes seconds to minutes.
+Say = Callable[[str], None]
 
 
 class TrainingPlan(ABC):
@@ -181,36 +183,14 @@ REFERENCE_BYTES = 4 * (32 * 32 * 3 + 768)
 SHEET_BYTES = 250_000
 
 
-@dataclass(frozen=True)
-class DiskEstimate:
-    """Bytes that a run stores, by stage."""
-
-    rows: int
-    stages: dict[StageName, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.stages.values())
-
-    def without_stored(self, missing: Mapping[StageName, float]) -> DiskEstimate:
-        """What is still needed if a share `missing` of each stage is not stored yet."""
-        left = {stage: int(missing[stage] * size) for stage, size in self.stages.items()}
-        return replace(self, stages=left)
-
-    @property
-    def words(self) -> str:
-        """The largest parts, such as `encode 3.1 GB, train 2.0 GB`."""
-        return ", ".join(f"{stage} {bytes_in_words(size)}" for stage, size in self.stages.items())
-
-
 def estimate_disk(
     recipe: Recipe,
     base: Base,
     rows: int,
     stages: Sequence[StageName],
     trials: Sequence[Recipe] = (),
-) -> DiskEstimate:
-    """The disk that a run needs in its store.
+) -> dict[StageName, int]:
+    """The bytes that each stage of a run needs in its store.
 
     Args:
         rows: the number of rows in the source.
@@ -222,6 +202,8 @@ def estimate_disk(
     """
     info = base.encoders
     trained = [(trial, _trained_parameters(trial.train, base)) for trial in trials or (recipe,)]
+    download = recipe.download
+    area = AREAS.get(download.resize_mode, 1.0) * download.image_size**2
     encode = recipe.encode
     drawn = int(PIXEL_BYTES["png"] * encode.resolution**2)
     sampled = len(sample_prompts(recipe.evaluate)) * drawn
@@ -231,18 +213,13 @@ def estimate_disk(
         for trial, numbers in trained
     )
     sizes: dict[StageName, int] = {
-        "download": rows * _picture_bytes(recipe.download),
+        "download": rows * (int(area * PIXEL_BYTES[download.encode_format]) + SAMPLE_BYTES),
         "encode": rows * (latent_bytes(encode, info) + caption_bytes(encode, info)),
         "train": sum(_training_bytes(trial.train, n, rows, sampled) for trial, n in trained),
         "evaluate": len(trained) * (2 * measured + rows * REFERENCE_BYTES + SHEET_BYTES),
         "publish": max(published),
     }
-    return DiskEstimate(rows, {stage: sizes[stage] for stage in stages})
-
-
-def _picture_bytes(settings: Download) -> int:
-    area = AREAS.get(settings.resize_mode, 1.0) * settings.image_size**2
-    return int(area * PIXEL_BYTES[settings.encode_format]) + SAMPLE_BYTES
+    return {stage: sizes[stage] for stage in stages}
 
 
 def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> int:
@@ -254,10 +231,8 @@ def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> i
     settings = settings.with_steps(rows)
     moments = int(MOMENTS[settings.optimizer] * trained)
     checkpoints = settings.checkpoints_total_limit + settings.kept_best + 1
-    drawn = 0
-    if settings.sample_every_n_steps:
-        times = settings.steps // settings.sample_every_n_steps
-        drawn = times * sampled
+    every = settings.sample_every_n_steps
+    drawn = settings.steps // every * sampled if every else 0
     return checkpoints * checkpoint_bytes(settings, trained, moments) + 4 * trained + drawn
 
 

@@ -22,7 +22,7 @@ from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config
 from runtimes.process.questions import StepCost, TpuStepRequest, ask
 from runtimes.spmd.slices import TpuSlice, check_training, parse_slice
-from tasks.plan.plan import TrainingPlan, cache_key, load_or_compute, open_configs
+from tasks.plan.plan import Say, TrainingPlan, cache_key, load_or_compute, open_configs
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 5
@@ -123,15 +123,12 @@ class SlicePlan(TrainingPlan):
         return f"at {TYPICAL_MFU:.0%} of the chip's peak, batches always ready"
 
 
-def plan_slice_training(
-    recipe: Recipe, topology: str, *, search: bool, say: Callable[[str], None]
-) -> SlicePlan:
+def plan_slice_training(recipe: Recipe, topology: str, *, search: bool, say: Say) -> SlicePlan:
     """Plan a recipe's training on a slice.
 
     Args:
         topology: accelerator type, such as v5p-8.
         search: search for the largest batch that fits, even if the recipe's fits.
-        say: receives a message before each compilation, which takes minutes.
 
     Raises:
         Refused: the plan does not support the recipe or the slice.
@@ -154,9 +151,7 @@ def _size(settings: Train, where: TpuSlice) -> Size:
     return Size(settings.micro_batch(where.hosts), share, where)
 
 
-def _load_or_compile(
-    recipe: Recipe, base: Base, say: Callable[[str], None], batch: Size
-) -> StepCost:
+def _load_or_compile(recipe: Recipe, base: Base, say: Say, batch: Size) -> StepCost:
     """The cost of the recipe's step for a batch, from the store's cache if it is there."""
     request = TpuStepRequest(
         **base.job_fields,
@@ -172,7 +167,12 @@ def _load_or_compile(
             f"compiling the step for {batch.where.name}, {batch.per_chip} pictures per chip and "
             "forward pass: minutes for a large model"
         )
-        return asdict(_compile(request))
+        folder = compiler_folder()
+        paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
+        # Only the child process has libtpu on its path.
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        text = json.dumps(asdict(request))
+        return ask("-m", "runtimes.jax.tpu_step_memory", text, environment=environment)
 
     versions = {name: version(name) for name in STEP_PACKAGES} | {"libtpu": compiler_version()}
     key = cache_key(VERSION, request, versions)
@@ -234,13 +234,3 @@ def compiler_version() -> str | None:
     folder = compiler_folder()
     path = sys.path if folder is None else [str(folder)]
     return next((package.version for package in distributions(name="libtpu", path=path)), None)
-
-
-def _compile(request: TpuStepRequest) -> StepCost:
-    """Compile the step in a child process, since only that has libtpu on its path."""
-    folder = compiler_folder()
-    paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    text = json.dumps(asdict(request))
-    step = ask("-m", "runtimes.jax.tpu_step_memory", text, environment=environment)
-    return StepCost(**step)

@@ -73,8 +73,8 @@ def test_the_estimate_of_a_stage_is_near_its_bytes(
     for stage in STAGES:
         places = [store / stage, *([store / "registry"] if stage == "publish" else [])]
         stored = sum(p.stat().st_size for place in places for p in place.rglob("*") if p.is_file())
-        ratio = estimate.stages[stage] / stored
-        assert SMALLEST < ratio < LARGEST, f"{stage}: {estimate.stages[stage]} for {stored} bytes"
+        ratio = estimate[stage] / stored
+        assert SMALLEST < ratio < LARGEST, f"{stage}: {estimate[stage]} for {stored} bytes"
 
 
 def test_a_checkpoint_of_8_bit_moments_takes_as_much_as_of_32_bits() -> None:
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_8_bit_moments_takes_as_much_as_of_32_bits() -> None:
     sizes = {}
     for optimizer in ("adamw", "adamw_8bit"):
         recipe = load_recipe("digits", {"train.optimizer": optimizer, "train.device": "cuda"})
-        sizes[optimizer] = estimate_disk(recipe, base_of(recipe), 1000, ["train"]).total
+        sizes[optimizer] = sum(estimate_disk(recipe, base_of(recipe), 1000, ["train"]).values())
     assert sizes["adamw"] < sizes["adamw_8bit"] < 1.01 * sizes["adamw"]
 
 
@@ -124,8 +124,8 @@ def test_stored_shards_need_no_space_again(tmp_path: Path, free: Callable[[int],
     """A stored shard of pictures does not stand for one of latents."""
     recipe = load_recipe("digits", {"store": str(tmp_path)})
     estimate = estimate_disk(recipe, base_of(recipe), 10**6, STAGES)
-    pictures, latents = estimate.stages["download"], estimate.stages["encode"]
-    needed, keys = estimate.total, ("one", "two")
+    pictures, latents = estimate["download"], estimate["encode"]
+    needed, keys = sum(estimate.values()), ("one", "two")
     steps: list[tuple[str, str, int]] = [
         ("download", "one", pictures),
         ("encode", "one", latents),
@@ -175,7 +175,9 @@ def test_a_bucket_has_no_limit_that_is_known(free: Callable[[int], None]) -> Non
 
 def test_fewer_stages_need_less(tmp_path: Path) -> None:
     recipe = load_recipe("digits", {"store": str(tmp_path)})
-    sizes = [estimate_disk(recipe, base_of(recipe), 100, STAGES[:n]).total for n in range(1, 6)]
+    sizes = [
+        sum(estimate_disk(recipe, base_of(recipe), 100, STAGES[:n]).values()) for n in range(1, 6)
+    ]
     assert sizes == sorted(sizes) and len(set(sizes)) == len(STAGES)
 
 
@@ -184,7 +186,7 @@ def test_token_ids_need_less_than_embeddings() -> None:
     recipe = load_recipe("digits")
     info = base_of(recipe).encoders
     tokens = load_recipe("digits", {"encode.text": "token_ids"})
-    plain, less = (estimate_disk(one, base_of(one), 100, STAGES).stages for one in (recipe, tokens))
+    plain, less = (estimate_disk(one, base_of(one), 100, STAGES) for one in (recipe, tokens))
     encoders = len(base_of(recipe).family.clip_encoders)
     ids = 4 * encoders * info["tokens"]
     embeddings = 2 * (info["tokens"] * info["prompt_dim"] + info["pooled_dim"])
@@ -213,8 +215,8 @@ def test_samples_of_epochs_are_counted_by_the_rows() -> None:
 def test_adapters_are_counted_as_they_are_trained() -> None:
     """298,560 numbers in the adapters of digits-lora, and checkpoints of three times as many."""
     recipe = load_recipe("digits-lora")
-    found = estimate_disk(recipe, base_of(recipe), 1, STAGES).stages
-    full = estimate_disk(load_recipe("digits"), base_of(recipe), 1, STAGES).stages
+    found = estimate_disk(recipe, base_of(recipe), 1, STAGES)
+    full = estimate_disk(load_recipe("digits"), base_of(recipe), 1, STAGES)
     kept = recipe.train.checkpoints_total_limit + 1
     copies = 3 + (recipe.train.ema_decay is not None)
     samples = full["train"] - (3 * 4 + 1) * 4 * 2_671_908
@@ -225,8 +227,8 @@ def test_each_trial_of_a_sweep_is_counted_and_one_is_published(
     free: Callable[[int], None], tmp_path: Path
 ) -> None:
     ranks = [load_recipe("digits-lora", {"train.lora.rank": rank}) for rank in (2, 8)]
-    small, large = (estimate_disk(one, base_of(one), 100, STAGES).stages for one in ranks)
-    both = estimate_disk(ranks[0], base_of(ranks[0]), 100, STAGES, ranks).stages
+    small, large = (estimate_disk(one, base_of(one), 100, STAGES) for one in ranks)
+    both = estimate_disk(ranks[0], base_of(ranks[0]), 100, STAGES, ranks)
     for stage in ("train", "evaluate"):
         assert both[stage] == small[stage] + large[stage]
     assert both["publish"] == large["publish"] > small["publish"]
@@ -243,7 +245,7 @@ def test_the_best_checkpoint_counts_on_disk() -> None:
     found = []
     for more in ({}, {"train.best_checkpoint": {}}, {"train.keep_best": 1}):
         recipe = load_recipe("digits", {**held_out, **more})
-        found.append(estimate_disk(recipe, base_of(recipe), 1, STAGES).stages["train"])
+        found.append(estimate_disk(recipe, base_of(recipe), 1, STAGES)["train"])
     assert found[0] < found[1] == found[2]
 
 

@@ -198,7 +198,7 @@ def test_pictures_are_upright_in_rgb_over_white() -> None:
 def test_a_bad_picture_has_a_reason(data: bytes, reason: str) -> None:
     with pytest.raises(BadSample) as caught:
         _apply(data, replace(SQUARE, max_pixels=11_999))
-    assert caught.value.reason == reason
+    assert str(caught.value) == reason
 
 
 def test_a_picture_that_cannot_be_decoded_for_want_of_memory_is_no_bad_one(

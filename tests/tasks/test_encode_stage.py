@@ -433,7 +433,7 @@ def test_cut_captions_are_summed_over_shards_reused_ones_too(
     assert shard.stat().st_mtime_ns == written, "it was reused"
     encoders = ("text_encoder", "text_encoder_2")
     assert summary["cut"] == {name: {"tokens": 77, "cut": 2} for name in encoders}
-    encode.tell_cut_captions(summary)
+    encode.EncodeStage(encode_recipe(tmp_path, tmp_path), None, None).check(summary)
     (line,) = (one.message for one in caplog.records if " cut at " in one.message)
     assert line.startswith("encode: 2 of 4 captions are cut at 77 tokens, the limit of text_enc")
 
@@ -442,7 +442,8 @@ def test_cut_captions_are_summed_over_shards_reused_ones_too(
 def test_few_held_out_pictures_are_told(
     caplog: pytest.LogCaptureFixture, count: int, warns: bool
 ) -> None:
-    encode.warn_of_few_held_out({"holdout": count}, 0.05)
+    summary = {"samples": 100, "holdout": count, "bad": {}, "caption_tokens": {}, "cut": {}}
+    encode.EncodeStage(encode_recipe("s", Path("base")), None, None).check(summary)
     expected = ["encode: fewer than 20 held-out pictures (19): a gate on them can hardly tell "]
     found = [record.message[: len(expected[0])] for record in caplog.records]
     assert found == (expected if warns else [])

@@ -42,6 +42,7 @@ from transformers import (
 
 from artifacts.models import digest_model
 from configs.errors import Refused
+from configs.load_recipe import load_recipe
 from configs.settings.evaluate import PreferenceModel
 from demo import captions, dataset
 from demo.captions import NEW_STYLE, style_index
@@ -55,8 +56,9 @@ from tasks.evaluate.features import (
     digest_image_encoder,
     open_image_encoder,
 )
-from tasks.evaluate.judges import check_prompts, judge_names, judge_pictures, open_judges
+from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
 from tasks.evaluate.metrics import SampleScorer
+from tasks.evaluate.stage import check
 
 PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
 
@@ -414,12 +416,12 @@ def test_the_image_processor_of_a_clip_gives_pictures_of_its_size(
 ) -> None:
     folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
     _change(folder / "preprocessor_config.json", changes)
-    for check in (check_clip, check_image_encoder):
+    for check_model in (check_clip, check_image_encoder):
         if words is None:
-            check(folder)
+            check_model(folder)
             continue
         with pytest.raises(Refused, match=words):
-            check(folder)
+            check_model(folder)
 
 
 def test_weights_of_an_evaluator_that_are_cut_or_missing_are_found_before_any_work(
@@ -458,9 +460,9 @@ def test_the_digits_judge_recognises_real_digits() -> None:
 
 
 def test_unsupported_prompts_of_a_judge_are_reported_before_any_work() -> None:
-    check_prompts(("digits",), ["a handwritten seven in white chalk on a green board"])
+    check(load_recipe("digits"))
     with pytest.raises(Refused, match=r"evaluate\.judges: digits: .*a cat"):
-        check_prompts(("digits",), ["a cat"])
+        check(load_recipe("digits", {"evaluate.prompts.new.prompts": ["a cat"]}))
 
 
 def test_clip_score_is_a_hundredfold_cosine_and_never_negative() -> None:

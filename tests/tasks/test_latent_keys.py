@@ -5,24 +5,23 @@ from typing import Any
 
 import pytest
 
+from configs.settings.data import Encode
 from tasks.encode.transform import TransformSettings, shard_key
 
 SETTINGS = TransformSettings(64, False, 16, 2.0, "center", False, 0, 0.1, 10**6)
 GIVEN: dict[str, Any] = {
     "tar_sha256": "t",
     "encoders": "e",
-    "dtype": "float32",
-    "batch_size": 8,
+    "encode": Encode(),
     "settings": SETTINGS,
-    "text": "embeddings",
 }
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        *({"tar_sha256": "u"}, {"encoders": "f"}, {"dtype": "float16"}, {"batch_size": 4}),
-        {"text": "token_ids"},
+        *({"tar_sha256": "u"}, {"encoders": "f"}, {"encode": Encode(dtype="float16")}),
+        *({"encode": Encode(batch_size=4)}, {"encode": Encode(text="token_ids")}),
     ],
 )
 def test_the_key_has_every_input_of_a_latent_shard(change: dict[str, Any]) -> None:

@@ -20,14 +20,7 @@ from tasks.encode.transform import TransformSettings, is_holdout
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Resampling, clip_scores, cmmd, frechet, kid
 from tasks.evaluate.draw import _commit
-from tasks.evaluate.features import (
-    Clip,
-    FeatureExtractor,
-    Float32,
-    Pixels,
-    ReferenceFeatures,
-    reference_features,
-)
+from tasks.evaluate.features import Clip, Float32, Pixels, ReferenceFeatures, reference_features
 from tasks.evaluate.measure import LIMIT, MetricSuite, find_pictures, reference_pictures
 from tasks.evaluate.memorization import closest_pairs
 from tasks.evaluate.stage import _grid
@@ -241,8 +234,9 @@ def test_features_of_references_are_computed_once_for_their_content(
 
     def features(encoders: dict[str, str], **facts: Any) -> dict[str, ReferenceFeatures]:
         pictures = reference_pictures(artifact, TRANSFORM, 4, "train", LIMIT)
-        given = {name: FeatureExtractor(digest, Counting()) for name, digest in encoders.items()}
-        return reference_features(store, given, {"images": artifact.digest, **facts}, pictures)
+        models = {name: Counting() for name in encoders}
+        facts = {"images": artifact.digest, **facts}
+        return reference_features(store, models, encoders, facts, pictures)
 
     first = features({"clip": "a", "pixels": "p"})
     count = len(first["clip"].pictures)
