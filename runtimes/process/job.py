@@ -111,6 +111,7 @@ class GenerateJob(HasModel):
     compiled: str | None = None  # as TrainJob.compiled
     flash_attention: bool = True  # as train.mindspore.flash_attention
     offload: bool = False  # whether layers are on the device only while they run
+    first: int = 0  # number of the first image, which selects its noise
     fixed_noise: bool = False  # every batch starts from the first batch's noise
     # Metadata for each PNG, besides its prompt and noise number; None writes no metadata.
     words: dict[str, Any] | None = None

@@ -63,7 +63,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             prompts = [job.prompts[number] for number in numbers]
             since = time.perf_counter()
             before = pipeline.compile_seconds()
-            first = 0 if job.fixed_noise else numbers.start
+            first = job.first + (0 if job.fixed_noise else numbers.start)
             pictures = pipeline.draw(prompts, first=first)
             compiled = pipeline.compile_seconds() - before
             seconds.append(time.perf_counter() - since - compiled)

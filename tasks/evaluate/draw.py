@@ -98,11 +98,12 @@ class SamplingSpec:
         """The settings that affect pictures or losses; where and how they are drawn does not."""
         sampler = {n: value for n, value in self.job.sampler.items() if n != "batch_size"}
         held_out = {"latents": self.latents_digest, **self.job.holdout, **self.family_facts}
-        return {
+        facts = {
             "prompts": list(self.job.prompts),
             "sampler": sampler | {"dtype": self.job.dtype},
             "held_out": held_out if self.job.latents else None,
         }
+        return facts | ({"first": self.job.first} if self.job.first else {})
 
     def key(self, model: EvalModel) -> str:
         """Store key (sha256) of the shard with a model's pictures."""
@@ -177,16 +178,17 @@ def scratch(draft: Draft) -> Iterator[Path]:
             yield Path(temporary)
 
 
-def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
+def read_pictures(store: Store, *rounds: Shard) -> Iterator[NDArray[np.uint8]]:
     """Pictures u8 [H, W, 3] in the order of the prompts, one in memory at a time."""
-    for name, data in _members(store, shard):
-        if name.endswith(".png"):
-            yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+    for shard in rounds:
+        for name, data in _members(store, shard):
+            if name.endswith(".png"):
+                yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
 
 
-def read_chosen(store: Store, shard: Shard, numbers: set[int]) -> dict[int, NDArray[np.uint8]]:
+def read_chosen(store: Store, numbers: set[int], *rounds: Shard) -> dict[int, NDArray[np.uint8]]:
     """Some pictures u8 [H, W, 3], by number."""
-    pictures = enumerate(read_pictures(store, shard))
+    pictures = enumerate(read_pictures(store, *rounds))
     return {number: picture for number, picture in pictures if number in numbers}
 
 
@@ -330,5 +332,5 @@ def _pictures(store: Store, key: str, numbers: set[int]) -> dict[int, bytes]:
     shard = store.shard(STAGE, key)
     if shard is None:
         raise FileNotFoundError(f"the pictures {key[:12]} are missing")
-    chosen = read_chosen(store, shard, numbers)
+    chosen = read_chosen(store, numbers, shard)
     return {number: to_png(Image.fromarray(picture)) for number, picture in chosen.items()}

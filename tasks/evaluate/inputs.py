@@ -24,7 +24,7 @@ from tasks.encode.transform import TransformSettings
 from tasks.evaluate import draw
 from tasks.evaluate.features import digest_image_encoder
 from tasks.evaluate.judges import judge_names
-from tasks.evaluate.metrics import LEVELS, all_prompts, compared_sets, prompt_sets
+from tasks.evaluate.metrics import LEVELS, all_prompts, compared_sets, prompt_rounds
 from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
 
@@ -59,6 +59,7 @@ class EvalInputs:
     base: Base
     measuring: MeasuringModels
     training_images: Artifact | None = None  # with the training pictures; None: images
+    rounds: int = 1  # of drawing
 
     @property
     def training(self) -> Artifact:
@@ -100,8 +101,8 @@ def model_digests(base: Base) -> dict[str, str]:
 VERSION = 6
 
 
-def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
-    """The sampling settings of an evaluation, equal for all models."""
+def sampling_specs(inputs: EvalInputs) -> list[draw.SamplingSpec]:
+    """The sampling settings of each round, equal for all models; the first has the losses."""
     recipe = inputs.recipe
     latents = inputs.latents
     settings = recipe.evaluate
@@ -109,13 +110,20 @@ def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
         runtime=recipe.runtime,
         **inputs.base.job_fields,
         drawings=(),
-        prompts=tuple(all_prompts(prompt_sets(settings))),
+        prompts=(),
         sampler=draw.sampler_settings(settings, "batch_size"),
         device=settings.device,
         dtype=settings.dtype,
         flash_attention=recipe.train.mindspore.flash_attention,
         offload=settings.offload,
     )
+    facts = (latents.digest, inputs.base.family.key_facts)
+    specs = list[draw.SamplingSpec]()
+    first = 0
+    for sets in prompt_rounds(settings, inputs.rounds):
+        prompts = tuple(all_prompts(sets))
+        specs.append(draw.SamplingSpec(replace(job, prompts=prompts, first=first), *facts))
+        first += len(prompts)
     if open_latents(latents.uri).held_out > 0:
         holdout = {
             "samples": settings.holdout_samples,
@@ -124,8 +132,9 @@ def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
             **recipe.train.holdout_loss_inputs,
         }
         text_dtype = recipe.encode.text_dtype
-        job = replace(job, latents=latents.uri, holdout=holdout, text_dtype=text_dtype)
-    return draw.SamplingSpec(job, latents.digest, inputs.base.family.key_facts)
+        losses = {"latents": latents.uri, "holdout": holdout, "text_dtype": text_dtype}
+        specs[0] = replace(specs[0], job=replace(specs[0].job, **losses))
+    return specs
 
 
 def _loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:
@@ -137,11 +146,17 @@ def _loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str
 def fingerprint(inputs: EvalInputs) -> str:
     """sha256 of all facts that two evaluations must share for comparable metrics."""
     recipe = inputs.recipe
+    first, *more = (
+        {"sampling": spec.facts(), "sets": {name: list(prompts) for name, prompts in sets.items()}}
+        for spec, sets in zip(
+            sampling_specs(inputs), prompt_rounds(recipe.evaluate, inputs.rounds), strict=True
+        )
+    )
     return digest_json(
         {
             "version": VERSION,
-            "sampling": sampling_spec(inputs).facts(),
-            "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe.evaluate).items()},
+            **first,
+            **({"more_rounds": more} if more else {}),
             "compared": list(compared_sets(recipe.evaluate)),
             "models": inputs.measuring.digests(),
             "reference": inputs.images.digest,

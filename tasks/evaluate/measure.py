@@ -141,7 +141,7 @@ class Measured:
 class MetricSuite:
     """The metrics of an evaluation, with the references that comparable measurements share."""
 
-    sets: metrics.PromptSets
+    rounds: tuple[metrics.PromptSets, ...]
     compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out pictures
     judges: Mapping[str, Judge]  # by metric name
     #: For held-out samples; that for drawn pictures has their prompts.
@@ -157,8 +157,8 @@ class MetricSuite:
         """The metrics of a recipe. Raises Refused if a model fails to load."""
         settings = inputs.recipe.evaluate
         models = inputs.measuring
-        sets = metrics.prompt_sets(settings)
-        prompts = metrics.all_prompts(sets)
+        rounds = metrics.prompt_rounds(settings, inputs.rounds)
+        prompts = metrics.all_prompts(*rounds)
         clip = Clip(models.clip, settings.device)
         clip.tell_cut_prompts(prompts)
         image: ImageEncoder = WholePictures(clip)
@@ -171,7 +171,7 @@ class MetricSuite:
         judges = open_judges(settings.judges, models.preference_models, settings.device, prompts)
         limit = settings.memorization.pictures
         return cls(
-            sets=sets,
+            rounds=rounds,
             compared=metrics.compared_sets(settings),
             judges=judges,
             resampling=distances.Resampling(settings.bootstrap, settings.seed),
@@ -190,48 +190,51 @@ class MetricSuite:
     @property
     def prompts(self) -> distances.Prompts:
         """The number of every picture's prompt."""
-        return metrics.prompt_numbers(self.sets)
+        return metrics.prompt_numbers(*self.rounds)
 
-    def _by_prompt(self, prompts: distances.Prompts) -> distances.Resampling:
-        return replace(self.resampling, prompts=prompts)
+    def _of_pictures(self, numbers: Iterable[int]) -> distances.Resampling:
+        """The resampling of some drawn pictures, by their prompts."""
+        prompts = self.prompts
+        return replace(self.resampling, prompts=tuple(prompts[number] for number in numbers))
 
     def measure(
         self,
         store: Store,
-        drawn: Shard,
+        drawn: Sequence[Shard],
         model: str = "model",
         progress: Report = lambda done, total, text: None,
     ) -> Measured:
         """The metrics of the pictures that a model drew.
 
         Args:
-            drawn: shard of `draw`.
+            drawn: its shard of each round, by `draw`.
             model: the model's name for the progress, such as "base".
         """
         features, scores = self._look(store, drawn, model, progress)
         count = self.resampling.count  # with a large encoder's features, this takes some seconds
         log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
         similarity = distances.clip_scores(features[CLIP], self.text_features)
-        whole = {metrics.CLIP_SCORE: distances.mean(similarity, self._by_prompt(self.prompts))}
+        every = self._of_pictures(range(len(self.prompts)))
+        whole = {metrics.CLIP_SCORE: distances.mean(similarity, every)}
         estimates = whole | self._by_set(metrics.CLIP_SCORE, similarity)
         estimates |= self._distances(features)
-        estimates |= metrics.holdout_losses(read_losses(store, drawn), self.resampling)
+        estimates |= metrics.holdout_losses(read_losses(store, drawn[0]), self.resampling)
         closest = self.nearest_training(features)
         if closest is not None:
-            estimates |= closest.metrics(self.memorization, self._by_prompt(self.prompts))
+            estimates |= closest.metrics(self.memorization, every)
         for name, values in scores.items():
             estimates |= self._by_set(name, values)
         return Measured(metrics.with_ranges(estimates), closest)
 
     def _look(
-        self, store: Store, drawn: Shard, model: str, progress: Report
+        self, store: Store, drawn: Sequence[Shard], model: str, progress: Report
     ) -> tuple[dict[str, Float32], dict[str, Scores]]:
         """Features by each encoder and scores by each judge, one row per picture."""
         features: dict[str, list[Float32]] = {name: [] for name in self.encoders}
         scores: dict[str, list[Scores]] = {name: [] for name in self.judges}
-        prompts = metrics.all_prompts(self.sets)
+        prompts = metrics.all_prompts(*self.rounds)
         start = 0
-        for pictures in batches(read_pictures(store, drawn), BATCH):
+        for pictures in batches(read_pictures(store, *drawn), BATCH):
             for name, encoder in self.encoders.items():
                 features[name].append(encoder.images(pictures))
             if self.judges:
@@ -248,17 +251,16 @@ class MetricSuite:
     def _by_set(self, name: str, scores: Scores) -> dict[str, distances.Estimate]:
         summary = distances.share if scores.dtype == bool else distances.mean
         return {
-            f"{name}/{which}": summary(scores[part], self._by_prompt(self.prompts[part]))
-            for which, part in metrics.slices_by_set(self.sets).items()
+            f"{name}/{which}": summary(scores[numbers], self._of_pictures(numbers))
+            for which, numbers in metrics.pictures_by_set(*self.rounds).items()
         }
 
     def _distances(self, features: Mapping[str, Float32]) -> dict[str, distances.Estimate]:
-        parts = metrics.slices_by_set(self.sets)
-        numbers = range(len(self.prompts))
-        chosen = np.array([n for name in self.compared for n in numbers[parts[name]]], int)
+        numbers = metrics.pictures_by_set(*self.rounds)
+        chosen = [number for name in self.compared for number in numbers[name]]
         if min(len(self.held_out[CLIP].features), len(chosen)) < metrics.LEAST_COMPARED:
             return {}
-        resampling = self._by_prompt(tuple(self.prompts[n] for n in chosen))
+        resampling = self._of_pictures(chosen)
         estimates: dict[str, distances.Estimate] = {}
         for encoder, functions in BY_ENCODER.items():
             if encoder in features:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,49 @@ MAX_SAMPLES = 8
 
 
 def prompt_sets(settings: Evaluate) -> PromptSets:
-    """Prompt set name -> the prompt of every picture.
+    """Prompt set name -> the prompt of every picture of the first round.
 
     Raises:
         Refused: a prompt file cannot be read, or the name has unsupported characters.
     """
-    return {name: _expand(name, listed) for name, listed in settings.prompts.items()}
+    return prompt_rounds(settings, 1)[0]
+
+
+def prompt_rounds(settings: Evaluate, count: int) -> tuple[PromptSets, ...]:
+    """As `prompt_sets`, for each of `count` rounds.
+
+    A round has the next `prompts_per_round` prompts of each list. After the last prompt it begins
+    again with the first: its pictures are new, since a picture's number selects its noise.
+    """
+    lists = listed_prompts(settings)
+    return tuple(
+        {name: _of_round(lists[name], chosen, number) for name, chosen in settings.prompts.items()}
+        for number in range(count)
+    )
+
+
+def listed_prompts(settings: Evaluate) -> PromptSets:
+    """Prompt set name -> its prompts. Raises Refused as `prompt_sets`."""
+    lists = {}
+    for name, chosen in settings.prompts.items():
+        if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
+            words = f"name {name!r}: use letters, digits, _, . and - only"
+            raise Refused(words, setting="evaluate.prompts")
+        setting = f"evaluate.prompts.{name}.file"
+        lists[name] = chosen.prompts or read_prompts(setting, str(chosen.file))
+    return lists
+
+
+def _of_round(prompts: Sequence[str], chosen: PromptSet, number: int) -> tuple[str, ...]:
+    size = min(chosen.prompts_per_round or len(prompts), len(prompts))
+    part = islice(cycle(prompts), number * size, (number + 1) * size)
+    return tuple(prompt for prompt in part for _ in range(chosen.images_per_prompt))
+
+
+def most_rounds(settings: Evaluate) -> int:
+    """How many rounds `evaluate.max_pictures` allows; one without it."""
+    pictures = sum(map(len, prompt_sets(settings).values()))
+    return max(1, (settings.max_pictures or 0) // pictures)
 
 
 def sample_prompts(settings: Evaluate) -> tuple[str, ...]:
@@ -91,17 +129,6 @@ def sample_prompts(settings: Evaluate) -> tuple[str, ...]:
     longest = max(len(prompts) for prompts in sets)
     alternating = (prompts[i] for i in range(longest) for prompts in sets if i < len(prompts))
     return tuple(dict.fromkeys(alternating))[:MAX_SAMPLES]
-
-
-def _expand(name: str, prompt_set: PromptSet) -> tuple[str, ...]:
-    if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
-        raise Refused(
-            f"name {name!r}: use letters, digits, _, . and - only", setting="evaluate.prompts"
-        )
-    prompts = prompt_set.prompts or read_prompts(
-        f"evaluate.prompts.{name}.file", str(prompt_set.file)
-    )
-    return tuple(prompt for prompt in prompts for _ in range(prompt_set.images_per_prompt))
 
 
 def read_prompts(setting: str, url: str) -> tuple[str, ...]:
@@ -222,26 +249,27 @@ def sets_of_metric(metric: str, settings: Evaluate) -> tuple[str, ...]:
     return tuple(settings.prompts)
 
 
-def all_prompts(sets: PromptSets) -> list[str]:
-    """The prompt of every picture, in the order of the sets."""
-    return [prompt for prompts in sets.values() for prompt in prompts]
+def all_prompts(*rounds: PromptSets) -> list[str]:
+    """The prompt of every picture, in the order of the rounds and of the sets in each."""
+    return [prompt for sets in rounds for prompts in sets.values() for prompt in prompts]
 
 
-def prompt_numbers(sets: PromptSets) -> tuple[int, ...]:
-    """The number of every picture's prompt, in the sets' order; equal texts are one prompt."""
-    prompts = all_prompts(sets)
+def prompt_numbers(*rounds: PromptSets) -> tuple[int, ...]:
+    """The number of every picture's prompt, as `all_prompts`; equal texts are one prompt."""
+    prompts = all_prompts(*rounds)
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     return tuple(numbers[prompt] for prompt in prompts)
 
 
-def slices_by_set(sets: PromptSets) -> dict[str, slice]:
-    """Prompt set name -> the slice of its pictures in `all_prompts`."""
-    slices = {}
+def pictures_by_set(*rounds: PromptSets) -> dict[str, list[int]]:
+    """Prompt set name -> the numbers of its pictures in `all_prompts`."""
+    numbers: dict[str, list[int]] = {}
     start = 0
-    for name, prompts in sets.items():
-        slices[name] = slice(start, start + len(prompts))
-        start += len(prompts)
-    return slices
+    for sets in rounds:
+        for name, prompts in sets.items():
+            numbers.setdefault(name, []).extend(range(start, start + len(prompts)))
+            start += len(prompts)
+    return numbers
 
 
 def sample_metrics(judges: Sequence[JudgeName | PreferenceModel]) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from tasks import build_or_reuse as stage
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Estimates, from_npz
 from tasks.evaluate.draw import EvalModel, RunJob, digest_eval_model, digest_pipeline
-from tasks.evaluate.inputs import EvalInputs, fingerprint, same_loss, sampling_spec
+from tasks.evaluate.inputs import EvalInputs, fingerprint, same_loss, sampling_specs
 from tasks.evaluate.measure import MetricSuite, memory_released
 from tasks.evaluate.metrics import with_ranges
 from tasks.evaluate.stage import Measurement, read_estimates
@@ -211,17 +212,17 @@ class ChampionEvaluation(Measurement):
         A rule that names another metric then has no comparable value, and fails unless it is
         forced.
         """
-        spec = sampling_spec(self.data)
+        specs = sampling_specs(self.data)
         if not same_loss(self.data, self.model):
             # The model may not even accept our latents.
-            spec = replace(spec, job=replace(spec.job, latents=None, holdout={}))
-        (shard,) = draw.draw([self.model], spec, draft, self.run, progress)
+            specs[0] = replace(specs[0], job=replace(specs[0].job, latents=None, holdout={}))
+        drawn = [*chain(*(draw.draw([self.model], s, draft, self.run, progress) for s in specs))]
         suite = MetricSuite.of(self.data, draft.store, progress)
-        metrics = suite.measure(draft.store, shard, "champion", progress).metrics
+        metrics = suite.measure(draft.store, drawn, "champion", progress).metrics
         finite = {name: metric for name, metric in metrics.items() if np.isfinite(metric.value)}
         if lost := sorted(metrics.keys() - finite.keys()):
             log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
-        return self.write(draft, suite, {"tuned": shard}, {"tuned": finite}, {})
+        return self.write(draft, suite, {"tuned": drawn}, {"tuned": finite}, {})
 
 
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from tasks.encode.transform import TransformSettings
 from tasks.evaluate import draw, measure, metrics
 from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
-from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
+from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_specs
 from tasks.evaluate.judges import JUDGES, judge_names
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.panels import Chart, Panel, PicturePanel, Table
@@ -40,14 +41,15 @@ MODELS = ("base", "tuned")
 log = logging.getLogger("kiln")
 
 
-def settings_for_key(recipe: Recipe) -> dict[str, Any]:
+def settings_for_key(recipe: Recipe, rounds: int = 1) -> dict[str, Any]:
     """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
-    sets = metrics.prompt_sets(recipe.evaluate)
+    first, *more = metrics.prompt_rounds(recipe.evaluate, rounds)
     return {
         **recipe.evaluate.key_settings(),
         # A digest sorts names, and a picture's number selects its noise.
         "sets": list(recipe.evaluate.prompts),
-        "prompts": {name: list(prompts) for name, prompts in sets.items()},
+        "prompts": first,
+        **({"more_rounds": more} if more else {}),
         "judges": judge_names(recipe.evaluate.judges),
         "compared": metrics.compared_sets(recipe.evaluate),
         "reference": asdict(TransformSettings.of(recipe)),
@@ -62,7 +64,7 @@ def check(recipe: Recipe) -> None:
         names = metrics.by_set(judge, recipe.evaluate.prompts)
         if judge in metrics.LOWER_IS_BETTER or any(known[name] > 1 for name in names):
             raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
-    prompts = metrics.all_prompts(metrics.prompt_sets(recipe.evaluate))
+    prompts = [*chain(*metrics.listed_prompts(recipe.evaluate).values())]
     for name in recipe.evaluate.judges:
         if isinstance(name, PreferenceModel):
             continue
@@ -104,7 +106,7 @@ class Measurement(Stage):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that affect pictures or metrics."""
-        return settings_for_key(self.data.recipe)
+        return settings_for_key(self.data.recipe, self.data.rounds)
 
     @property
     def parents(self) -> dict[str, Artifact]:
@@ -115,24 +117,24 @@ class Measurement(Stage):
         self,
         draft: Draft,
         suite: measure.MetricSuite,
-        drawn: Mapping[str, Shard],
+        drawn: Mapping[str, Sequence[Shard]],
         measured: Mapping[str, Estimates],
         facts: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Add the metrics and all shards to the draft; returns the summary.
 
         Args:
-            drawn: model -> its pictures.
+            drawn: model -> its pictures of each round.
             measured: model -> its metrics.
             facts: what metrics.json has besides the metrics.
         """
-        for shard in [*drawn.values(), *suite.shards]:
+        for shard in [*chain(*drawn.values()), *suite.shards]:
             draft.add_shard(shard)
         draft.write(BOOTSTRAP, to_npz(measured))
         by_name = metrics_by_name(measured)
         facts = {"metrics": by_name, **facts, "fingerprint": fingerprint(self.data)}
         draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
-        keys = {model: shard.key for model, shard in drawn.items()}
+        keys = {model: first.key for model, (first, *_) in drawn.items()}
         run_facts = runtime_facts(self.data.recipe.runtime)
         return {"pictures": len(suite.prompts), "drawn": keys, **facts, "run": run_facts}
 
@@ -157,39 +159,41 @@ class EvaluateStage(Measurement):
     def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Sample with both models, and write metrics, pictures and the grid into the draft."""
         data = self.data
-        spec = sampling_spec(data)
+        specs = sampling_specs(data)
         store = draft.store
-        if spec.job.latents is None:
+        if specs[0].job.latents is None:
             log.warning(
                 "evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances"
             )
-        cuts = tell_cut_prompts(STAGE, data.base, spec.job.prompts)
+        cuts = tell_cut_prompts(STAGE, data.base, [p for s in specs for p in s.job.prompts])
         with local_weights(self.trained) as weights:
             models = [data.model(), data.model(self.trained, weights)]
-            shards = draw.draw(models, spec, draft, self.run, progress)
-        drawn = dict(zip(MODELS, shards, strict=True))
-        log.info("evaluate: measuring %d pictures per model", len(spec.job.prompts))
+            shards = [draw.draw(models, spec, draft, self.run, progress) for spec in specs]
+        drawn = dict(zip(MODELS, zip(*shards, strict=True), strict=True))
         suite = measure.MetricSuite.of(data, store, progress)
-        base, tuned = (
-            suite.measure(store, shard, name, progress)
-            for name, shard in zip(("base", "tuned model"), shards, strict=True)
-        )
+        log.info("evaluate: measuring %d pictures per model", len(suite.prompts))
+        base = suite.measure(store, drawn["base"], "base", progress)
+        tuned = suite.measure(store, drawn["tuned"], "tuned model", progress)
         measured = {"base": base.metrics, "tuned": tuned.metrics}
         _check_finite(measured)
         if not same_loss(data, models[0]):
             log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
             known = {n: e for n, e in base.metrics.items() if not n.startswith(HOLDOUT_LOSS)}
             measured["base"] = known
-        draft.write(GRID, _grid(store, drawn, suite.sets))
+        draft.write(GRID, _grid(store, drawn, suite.rounds[0]))
         compared = differences(tuned.metrics, measured["base"])
         facts = {
             "differences": {name: {"base": estimate} for name, estimate in compared.items()},
-            "memorization": self._memorization(suite, shards[-1], tuned, draft),
+            "memorization": self._memorization(suite, drawn["tuned"], tuned, draft),
         }
         return self.write(draft, suite, drawn, measured, facts) | {"cut": cuts}
 
     def _memorization(
-        self, suite: measure.MetricSuite, shard: Shard, tuned: measure.Measured, draft: Draft
+        self,
+        suite: measure.MetricSuite,
+        drawn: Sequence[Shard],
+        tuned: measure.Measured,
+        draft: Draft,
     ) -> dict[str, Any]:
         """The facts of the search for training pictures; the closest pairs are drawn."""
         facts = suite.memorization_facts()
@@ -200,10 +204,10 @@ class EvaluateStage(Measurement):
         factor = open_latents(self.data.latents.uri).info["size_step"]
         wanted = {(pair.tar, pair.key) for pair in pairs}
         training = measure.find_pictures(self.data.training, wanted, settings, factor)
-        samples = draw.read_chosen(draft.store, shard, {pair.sample for pair in pairs})
-        drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
-        draft.write(PAIRS, render_pairs(drawn))
-        prompts = metrics.all_prompts(suite.sets)
+        samples = draw.read_chosen(draft.store, {pair.sample for pair in pairs}, *drawn)
+        shown = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
+        draft.write(PAIRS, render_pairs(shown))
+        prompts = metrics.all_prompts(*suite.rounds)
         closest = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
         return {**facts, "closest_pairs": closest}
 
@@ -285,14 +289,15 @@ def show_closest_pairs(artifact: Artifact) -> list[Panel]:
     ]
 
 
-def _grid(store: Store, shards: Mapping[str, Shard], sets: metrics.PromptSets) -> bytes:
+def _grid(store: Store, rounds: Mapping[str, Sequence[Shard]], sets: metrics.PromptSets) -> bytes:
+    """The first picture of each prompt of the first round."""
     prompts = metrics.all_prompts(sets)
     chosen = {
-        name: [part.start + number for number in draw.choose(prompts[part])]
-        for name, part in metrics.slices_by_set(sets).items()
+        name: [numbers[0] + number for number in draw.choose(sets[name])]
+        for name, numbers in metrics.pictures_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
-    drawn = {model: draw.read_chosen(store, shard, wanted) for model, shard in shards.items()}
+    drawn = {name: draw.read_chosen(store, wanted, first) for name, (first, *_) in rounds.items()}
     columns: dict[str, list[draw.Column]] = {
         name: [(prompts[n], {model: shown[n] for model, shown in drawn.items()}) for n in numbers]
         for name, numbers in chosen.items()
