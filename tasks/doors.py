@@ -35,7 +35,7 @@ from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
 from runtimes.detect_hardware import host_memory, usable_gpus
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.noise_schedule import ResolutionShift, schedule_facts, scheduler_config
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import Base, replacement_config

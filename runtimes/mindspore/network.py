@@ -21,7 +21,7 @@ from configs.settings.train_parts import Lora
 from runtimes.adapters import lora
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.families import Family, repeated_blocks
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.mindspore import load_diffusers_weights as loading
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import TrainJob

@@ -23,7 +23,7 @@ from runtimes.adapters.lora_files import load_trained_components
 from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
 from runtimes.families import TextEncoder
-from runtimes.families.extra_inputs import fully_masked
+from runtimes.families.inpainting_aesthetics import fully_masked
 from runtimes.mindspore import load_diffusers_weights as loading
 from runtimes.mindspore import network as networks
 from runtimes.mindspore.device import precision, start

@@ -18,8 +18,8 @@ from configs.errors import Refused
 from runtimes.contract import ImagesNotFinite
 from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.families import Family, family_named
-from runtimes.families.extra_inputs import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.families.family import token_mask
+from runtimes.families.inpainting_aesthetics import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.objective.noise_schedule import ResolutionShift, sampling_scheduler
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.contract import StepBatch
-from runtimes.families.extra_inputs import fully_masked
+from runtimes.families.inpainting_aesthetics import fully_masked
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob

@@ -33,9 +33,9 @@ from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
 from runtimes.registry import encoder_devices, encodes_in_subprocess, interpreter, open_encoder
 from tasks.build_or_reuse import storing
+from tasks.child_process import ConnectedProcess, ProcessLost
 from tasks.encode.shard import ShardEncoder
 from tasks.encode.transform import TransformSettings
-from tasks.run_job import ConnectedProcess, ProcessLost
 
 #: Shards that a device process works on: one on the device, others being read and written.
 SHARDS_PER_DEVICE = 2

@@ -36,7 +36,7 @@ from tasks.evaluate.features import (
 )
 from tasks.evaluate.inception import Inception
 from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
+from tasks.evaluate.judges import Judge, Scores, clip_scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
 from tasks.progress import Report
 
@@ -211,7 +211,7 @@ class MetricSuite:
         features, scores = self._look(store, drawn, model, progress)
         count = self.resampling.count  # with a large encoder's features, this takes some seconds
         log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
-        similarity = distances.clip_scores(features[CLIP], self.text_features)
+        similarity = clip_scores(features[CLIP], self.text_features)
         whole = {metrics.CLIP_SCORE: distances.mean(similarity, self._by_prompt(self.prompts))}
         estimates = whole | self._by_set(metrics.CLIP_SCORE, similarity)
         estimates |= self._distances(features)

@@ -20,6 +20,7 @@ from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
 from runtimes.sample import conditioning
 from tasks.build_or_reuse import BOOTSTRAP, GRID, METRICS, Stage
+from tasks.child_process import run_job
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.transform import TransformSettings
@@ -32,7 +33,6 @@ from tasks.evaluate.memorization import closest_pairs, copies_table, render_pair
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
-from tasks.run_job import run_job
 from tasks.trained_weights import local_weights
 
 PAIRS = "closest_pairs.png"

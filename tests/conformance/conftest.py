@@ -27,7 +27,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
 from runtimes.torch_models.encoders import Embeds
-from tasks import run_job
+from tasks import child_process
 from tasks.encode.stage import EncodeStage
 from tasks.progress import Progress
 
@@ -72,7 +72,7 @@ class Subject:
         """The same as a stage does it: in a process of its own. Raises what run_job does."""
         events: list[dict[str, Any]] = []
         with chips.standing_in(self.name):
-            run_job.run_job(job, events.append)
+            child_process.run_job(job, events.append)
         return _step_of_start(events)
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Running
 from prefect_server import Server
 
-from flows.logs_cancellation import _ended, _is_due
-from tasks.run_job import stopping
+from flows.flow_process import _ended, _is_due
+from tasks.child_process import stopping
 
 #: A run of a deployment, or of none, without a worker.
 PROGRAM = """
@@ -29,14 +29,14 @@ from functools import partial
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
-from flows import logs_cancellation
-from flows.logs_cancellation import prepare_process
+from flows import flow_process
+from flows.flow_process import prepare_process
 from tasks import run_job
 
 JOB = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(3)"
 
-logs_cancellation.POLL_SECONDS = 0.2
-logs_cancellation.WORKER_SECONDS = float(sys.argv[2])
+flow_process.POLL_SECONDS = 0.2
+flow_process.WORKER_SECONDS = float(sys.argv[2])
 
 def interrupted(job):
     raise KeyboardInterrupt
@@ -155,7 +155,7 @@ def test_a_run_that_ends_while_the_server_is_told_gets_no_signal(
     run, signals = FlowRun(flow_id=uuid4(), state=Running()), list[int]()
     told: Any = SimpleNamespace(set_flow_run_state=lambda *_, **__: stopping.set())
     away = SimpleNamespace(getpid=os.getpid, kill=lambda _, number: signals.append(number))
-    monkeypatch.setattr("flows.logs_cancellation.os", away)
+    monkeypatch.setattr("flows.flow_process.os", away)
     try:
         assert not _ended(told, run, Cancelling())
     finally:

@@ -23,8 +23,8 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encoder_devices, interpreter
 from runtimes.torch_models.encoders import Encoder
+from tasks.child_process import ProcessLost
 from tasks.encode.encoders import EncoderProcess, EncodingPlan
-from tasks.run_job import ProcessLost
 
 CAPTIONS = ["a red cat", "", "a dog"]
 

@@ -18,7 +18,7 @@ from artifacts.latent_shards import LatentShard, from_bfloat16
 from artifacts.records import digest_bytes
 from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.families.extra_inputs import ExtraInputs, added_weights
+from runtimes.families.inpainting_aesthetics import ExtraInputs, added_weights
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base, read_config, trained_config
 from runtimes.torch.device import open_device

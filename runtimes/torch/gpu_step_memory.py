@@ -1,8 +1,8 @@
 """Plan a step for a GPU on a machine without one: memory and FLOPs by fake tensors.
 
-`python -P -m runtimes.torch.gpu_plan REQUEST` (JSON) prints one JSON object, a StepMemory. The step
-is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data. `LiveMemory`
-records which tensors live when, to compute the peak memory of a step for any batch size.
+`python -P -m runtimes.torch.gpu_step_memory REQUEST` (JSON) prints one JSON object, a StepMemory.
+The step is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data.
+`LiveMemory` records which tensors live when, to compute the peak memory for any batch size.
 
 PyTorch without CUDA cannot run autograd on fake CUDA tensors. A plan therefore uses fake CPU
 tensors, and lets them save for backward what CUDA tensors would: autocast for the CPU has other
