@@ -158,7 +158,7 @@ class Conditioner:
         Raises:
             Refused: the selected scheduler has no such table, or `eta` is not 0.
         """
-        from runtimes.torch_models.loading import make_scheduler  # MindSpore's lacks PyTorch
+        from runtimes.torch_models.loading import make_scheduler  # MindSpore's environment lacks it
 
         if sampler.get("eta"):
             raise Refused("eta: a tabulated scheduler draws no noise in its steps: set 0")

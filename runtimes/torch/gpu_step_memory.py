@@ -280,6 +280,7 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     settings = Train(**request.train)
     network = Network.without_weights(request, base, settings)
     sizes = [parameter.numel() for parameter in network.trained().values()]
+    encoders = _encoders(base, settings.compute_dtype, network.parts)
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
     batch = _batch(request, base, network, text=network.encodes_text)
     live = LiveMemory(samples)
@@ -291,7 +292,7 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     return StepMemory(
         parameters=sum(sizes),
         weights=weights,
-        encoders=_encoders(base, settings.compute_dtype, network.parts),
+        encoders=encoders,
         optimizer=optimizer,
         optimizer_8bit=sum(map(_bytes_8bit, sizes)),
         ema=4 * (sum(sizes) + max(sizes)),

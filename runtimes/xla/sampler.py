@@ -116,6 +116,7 @@ class Sampler:
         """Images [B, H, W, 3] f32 in 0..1 of one batch, padding included."""
         sent = {name: self._mesh.shard_rows(rows) for name, rows in batch.conditioning.items()}
         conditioning = {n: t if n in UNCAST else t.to(self._dtype) for n, t in sent.items()}
+        del sent  # else the devices hold both precisions until the pictures are decoded
         latents = self._mesh.shard_rows(batch.noise) * table.start
         previous = torch.zeros_like(latents)
         for timestep, row in zip(table.timesteps, table.rows, strict=True):

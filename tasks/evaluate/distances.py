@@ -1,6 +1,4 @@
-"""Metrics of pictures: distances of sets, CLIP scores, and their bootstrap intervals.
-
-CLIPScore and preference scores are the similarity of a picture and its prompt.
+"""Metrics of pictures: distances of sets, means and shares, and their bootstrap intervals.
 
 Resample b has the same pictures for every model and metric with n pictures, because its weights
 depend on seed, n and prompts alone. The difference of two resampled metrics is therefore a paired

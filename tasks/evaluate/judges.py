@@ -1,6 +1,7 @@
 """Judges: pictures and their prompts in, one score per picture out.
 
-A judge is registered in JUDGES, or is a preference model (`evaluate.judges` with a path).
+A judge is registered in JUDGES, or is a preference model (`evaluate.judges` with a path). CLIPScore
+and preference scores are the similarity of a picture and its prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Judge = Callable[[NDArray[np.uint8], Sequence[str]], Scores]
 
 @dataclass(frozen=True)
 class JudgeEntry:
-    """Registered judges of one name. Their functions import their modules when they are called."""
+    """Registered judges of one name. A judge imports its module when it is called."""
 
     judges: Mapping[str, Judge]  # metric name -> judge
     parse: Callable[[str], object]  # raises ValueError for an unsupported prompt
