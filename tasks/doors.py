@@ -44,7 +44,7 @@ from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu, train
 from tasks.beam import workers
-from tasks.encode.transform import TransformSettings, bucket_sizes
+from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.features import check_clip, check_image_encoder
 from tasks.evaluate.inception import check_inception, fidelity_folder

@@ -23,7 +23,7 @@ from configs.settings.recipe import NAME
 from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import TABULATED, drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
-from runtimes.sample.conditioning import check_size
+from runtimes.sample.sampling_inputs import check_size
 from tasks.build_or_reuse import RECIPE, Stage
 from tasks.child_process import run_job
 from tasks.code_version import runtime_facts

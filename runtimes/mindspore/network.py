@@ -1,7 +1,7 @@
 """The trained network: a UNet and, where the step encodes captions, its CLIP text encoders.
 
 Low-rank adapters are added to mindone's models through mindone's PEFT. Text is encoded in a step as
-in torch_models/encoders.py. Micro-batches of a batch are MindSpore tensors.
+in torch_models/vae_text_encoders.py. Micro-batches of a batch are MindSpore tensors.
 """
 
 from __future__ import annotations

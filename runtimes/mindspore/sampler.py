@@ -29,8 +29,8 @@ from runtimes.mindspore import network as networks
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
-from runtimes.sample.conditioning import NoiseBatch
 from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
+from runtimes.sample.sampling_inputs import NoiseBatch
 from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary
 
 Float32 = NDArray[np.float32]

@@ -20,8 +20,8 @@ from runtimes.families.inpainting_aesthetics import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.noise_schedule import read_scheduler_config, sampling_scheduler
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.conditioning import NoiseBatch, image_levels, noise_batches
 from runtimes.sample.generate_job import LOSS_BATCH
+from runtimes.sample.sampling_inputs import NoiseBatch, image_levels, noise_batches
 
 
 class PipelineSampler(ABC):

@@ -37,9 +37,9 @@ from runtimes.torch.kernels import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step, Update, keep_channels_last
 from runtimes.torch_models.activation_memory import Inputs
-from runtimes.torch_models.encoders import vae_dtype
 from runtimes.torch_models.loading import Int8Linear, empty_text_encoder
 from runtimes.torch_models.network import Network, sample_batch
+from runtimes.torch_models.vae_text_encoders import vae_dtype
 
 _aten: Any = torch.ops.aten
 _FLASH = "_scaled_dot_product_flash_attention"

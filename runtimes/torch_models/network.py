@@ -34,7 +34,12 @@ from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import Drawing, HasNetwork, TrainJob
 from runtimes.torch_models import loading
 from runtimes.torch_models.activation_memory import recompute, without_recomputation
-from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_ids, encode_in_step
+from runtimes.torch_models.vae_text_encoders import (
+    Encoded,
+    FrozenTextEncoders,
+    encode_ids,
+    encode_in_step,
+)
 
 log = logging.getLogger("kiln")
 

@@ -2,7 +2,7 @@
 
 The host computes the learning rate: the rate is data, not part of a program. A run resumes from its
 newest checkpoint, which has weights, optimizer state and history, but no state of the loader or of
-a random number generator. data/bucketed_sample_order.py computes a step's samples from the step's
+a random number generator. data/sample_order.py computes a step's samples from the step's
 number, and objective/random_draws.py draws by counter.
 
 A run publishes trained components or adapters, and the history:

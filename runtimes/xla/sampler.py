@@ -22,13 +22,13 @@ from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.process.launcher import Ranks
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, image_levels
 from runtimes.sample.diffusers_pipeline import BasePipeline
+from runtimes.sample.sampling_inputs import ConditionedNoise, Conditioner, image_levels
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.activation_memory import Inputs
-from runtimes.torch_models.encoders import Embeds, PaddedEncoder
 from runtimes.torch_models.loading import make_scheduler
 from runtimes.torch_models.network import Network, load_network
+from runtimes.torch_models.vae_text_encoders import Embeds, PaddedEncoder
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.mesh import Mesh
 

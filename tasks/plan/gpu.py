@@ -32,7 +32,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, ask
-from runtimes.sample.conditioning import image_size
+from runtimes.sample.sampling_inputs import image_size
 from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec
 from tasks.evaluate.metrics import sample_prompts
 from tasks.plan.plan import Say, TrainingPlan, cache_key, checkpoint_bytes, load_or_compute

@@ -31,7 +31,7 @@ from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from flows import flow_process
 from flows.flow_process import prepare_process
-from tasks import run_job
+from tasks import child_process
 
 JOB = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(3)"
 
@@ -48,10 +48,10 @@ def sleeper():
     job.stdout.readline()
     print(runtime.flow_run.id, flush=True)
     if len(sys.argv) > 4:
-        stop = partial(run_job._stop, job, grace_seconds=30)
+        stop = partial(child_process._stop, job, grace_seconds=30)
         with suppress(KeyboardInterrupt):
-            run_job._wait = interrupted
-            run_job.wait_for_result(job, None, [], stop, job.kill)
+            child_process._wait = interrupted
+            child_process.wait_for_result(job, None, [], stop, job.kill)
         print("its job ended with", job.returncode, flush=True)
     time.sleep(float(sys.argv[3]))
 

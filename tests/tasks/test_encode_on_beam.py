@@ -17,7 +17,7 @@ from runtimes.process.job import EncodeJob
 from tasks.child_process import ProcessLost
 from tasks.encode import encode_on_beam
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, _Placeholder, encode_shards
-from tasks.encode.encoders import EncoderPool, EncodingPlan
+from tasks.encode.encoder_processes import EncoderPool, EncodingPlan
 
 pytestmark = pytest.mark.slow
 

@@ -29,13 +29,13 @@ from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
-from runtimes.torch_models.encoders import Encoder
-from tasks.encode import encoders as encode_encoders
+from runtimes.torch_models.vae_text_encoders import Encoder
+from tasks.encode import encoder_processes as encode_encoders
 from tasks.encode import stage as encode
+from tasks.encode.crop_to_bucket import TransformSettings
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask
-from tasks.encode.encoders import EncoderPool, EncodingPlan
+from tasks.encode.encoder_processes import EncoderPool, EncodingPlan
 from tasks.encode.shard import ShardEncoder
-from tasks.encode.transform import TransformSettings
 from tasks.plan.plan import caption_bytes
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.records import Damaged, digest_bytes
 from artifacts.store import Artifact, KeyParts, Shard, Store
 from configs.settings.evaluate import Memorization
-from tasks.encode.transform import TransformSettings, is_holdout
+from tasks.encode.crop_to_bucket import TransformSettings, is_holdout
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Resampling, cmmd, frechet, kid
 from tasks.evaluate.draw import _commit

@@ -16,7 +16,7 @@ from artifacts.latent_shards import LatentShard, Texts, to_bfloat16, write_laten
 from runtimes.families import FAMILIES
 from runtimes.families.family import token_mask
 from runtimes.pipeline_folder.folder import Base
-from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks import child_process
 
 pytestmark = pytest.mark.slow
