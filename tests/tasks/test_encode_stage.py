@@ -287,13 +287,13 @@ def test_sd3_shards_hold_what_its_pipeline_would_encode(
 
 def test_settings_without_effect_on_latents_are_not_in_the_key(tiny_sdxl: Path) -> None:
     settings = [
-        encode.transform.settings_for_key(encode_recipe("s", tiny_sdxl, **settings))
+        encode.crop_to_bucket.settings_for_key(encode_recipe("s", tiny_sdxl, **settings))
         for settings in ({}, {"max_bad": 0.9}, {"device": "cuda"}, {"processes": 2})
     ]
     assert all(s == settings[0] for s in settings)
     for changed in ({"seed": 3}, {"batch_size": 2}):
         assert (
-            encode.transform.settings_for_key(encode_recipe("s", tiny_sdxl, **changed))
+            encode.crop_to_bucket.settings_for_key(encode_recipe("s", tiny_sdxl, **changed))
             != settings[0]
         )
 
