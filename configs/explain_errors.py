@@ -309,7 +309,7 @@ def _field_names(
             return []
         if part == "source" and depth == 0:  # deeper, a set of prompts may have this name
             source = settings.get("source")
-            model = SOURCES.get(source.get("kind")) if isinstance(source, dict) else None
+            model = SOURCES.get(str(source.get("kind"))) if isinstance(source, dict) else None
         elif part in model.model_fields:
             model = _section(model.model_fields[part].annotation)
     return sorted(model.model_fields) if model is not None else []
