@@ -44,9 +44,9 @@ from bench.training_step_workloads import THREADS, Context, run_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
+from tasks.encode.crop_to_bucket import TransformSettings, transform
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
-from tasks.encode.encoders import EncoderPool, EncoderProcess, EncodingPlan
-from tasks.encode.transform import TransformSettings, transform
+from tasks.encode.encoder_processes import EncoderPool, EncoderProcess, EncodingPlan
 
 #: Seconds, and CPU seconds of the process that encodes.
 Times = tuple[float, float]

@@ -27,12 +27,13 @@ from bench.report import spread
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
+from runtimes.learning_rate import learning_rate
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, TrainJob, read_job
 from runtimes.process.launcher import Stop
 from runtimes.registry import open_runtime
-from runtimes.train.training_loop import learning_rate, make_batches, train
+from runtimes.train.training_loop import make_batches, train
 
 CONDITIONING = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 Arrays = dict[str, NDArray[np.float32]]

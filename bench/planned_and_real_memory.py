@@ -30,7 +30,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.questions import GpuStepRequest
 from runtimes.torch.device import free_memory
-from runtimes.torch.gpu_plan import step_memory
+from runtimes.torch.gpu_step_memory import step_memory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.network import sample_batch
 

@@ -72,7 +72,7 @@ def make_job(model: Path, latents: str, folder: Path, warm_up: int, **train: Any
 
 def time_loop(job: TrainJob) -> LoopTime:
     """Run `python -P -m runtimes` on a job and time its steps."""
-    from tasks.run_job import run_job
+    from tasks.child_process import run_job
 
     events: list[dict[str, Any]] = []
     run_job(job, events.append)

@@ -304,11 +304,12 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
 def _field_names(
     path: list[str], settings: dict[str, Any], model: type[BaseModel] | None
 ) -> list[str]:
-    for part in path:
+    for depth, part in enumerate(path):
         if model is None:
             return []
-        if part == "source":
-            model = SOURCES[settings["source"]["kind"]]
+        if part == "source" and depth == 0:  # deeper, a set of prompts may have this name
+            source = settings.get("source")
+            model = SOURCES.get(str(source.get("kind"))) if isinstance(source, dict) else None
         elif part in model.model_fields:
             model = _section(model.model_fields[part].annotation)
     return sorted(model.model_fields) if model is not None else []

@@ -131,8 +131,7 @@ def verify(
     from flows.store_commands import is_published, verify_model, verify_store
 
     url = _registry_of(store, registry)
-    is_model = what is not None and (is_published(url, what) or Path(what).is_dir())
-    if what is not None and (key is not None or is_model):
+    if what is not None and (key is not None or is_published(url, what) or Path(what).is_dir()):
         whole = verify_model(url, what, key, as_json=as_json)
     elif key is not None:
         raise typer.BadParameter("--key needs a model or a folder")

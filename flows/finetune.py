@@ -24,7 +24,7 @@ from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
 from configs.secrets import redacted_errors, without_secrets
 from configs.settings.recipe import STAGES, StageName
-from flows import logs_cancellation, task_limits
+from flows import flow_process, task_limits
 from flows.run import Run, check_gate_rules, prepare
 from flows.send_stage import run_task
 from tasks.build_or_reuse import REPORT, StageResult, failing
@@ -210,7 +210,7 @@ def finetune(
     model adds the `champion` and its last move, a rejected model the verdicts of the `gate` and the
     artifact `verdict` with every number.
     """
-    logs_cancellation.prepare_process()
+    flow_process.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, task_limits.revealed(overrides))

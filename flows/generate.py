@@ -17,7 +17,7 @@ from artifacts.store import Store
 from configs.errors import Refused
 from configs.secrets import redacted_errors
 from configs.settings.generate import Generate, read_settings
-from flows.logs_cancellation import prepare_process
+from flows.flow_process import prepare_process
 from flows.task_limits import revealed, run_name, stage_task
 from tasks import generate as stage
 from tasks.build_or_reuse import Builder, StageResult

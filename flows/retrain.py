@@ -18,7 +18,7 @@ from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
-from flows import logs_cancellation, task_limits
+from flows import flow_process, task_limits
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.run import Run, check_gate_rules, prepare
 from flows.send_stage import run_task
@@ -124,7 +124,7 @@ def retrain(
     unchanged), `why` of an unchanged model, `changes` of the source, `start` (the champion), and
     what `finetune` reports.
     """
-    logs_cancellation.prepare_process()
+    flow_process.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, task_limits.revealed(overrides))

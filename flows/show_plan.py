@@ -135,8 +135,7 @@ def _advice(advice: Advice) -> str:
 #: Facts of a GPU plan that need the model's configs.
 UNKNOWN = (
     *("training_parts_gib", "flops_per_image", "recomputed_flops_per_image"),
-    *("largest_micro_batch_size", "advice", "plan_seconds", "bytes_per_picture"),
-    *("bytes_per_caption", "storage_bytes", "step_seconds", "images_per_second"),
+    *("largest_micro_batch_size", "advice", "plan_seconds"),
 )
 
 

@@ -15,7 +15,7 @@ from configs.errors import Failed, UserError
 from configs.load_recipe import Trial, load_trials
 from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import STAGES
-from flows import logs_cancellation, task_limits
+from flows import flow_process, task_limits
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.run import Run, prepare
 from flows.send_stage import run_task
@@ -41,7 +41,7 @@ def sweep(
     Returns a report (as `kiln sweep --json` prints it): `trials`, the number of the `best` one, and
     what `finetune` reports of it.
     """
-    logs_cancellation.prepare_process()
+    flow_process.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
         trials = load_trials(recipe, task_limits.revealed(overrides))
@@ -53,7 +53,7 @@ def sweep(
 
 def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
     """The checked trials, as `prepare` raises; a warning that concerns several is logged once."""
-    with logs_cancellation.each_line_once():
+    with flow_process.each_line_once():
         return [prepare(trial.recipe, run_id=run_id) for trial in trials]
 
 

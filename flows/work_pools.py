@@ -27,7 +27,7 @@ from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
 from configs.settings.recipe import Place, PlacedStage
-from flows import logs_cancellation
+from flows import flow_process
 from flows.finetune import download, encode, evaluate, report_of
 from flows.retrain import training_task
 from flows.run import Run, Sent, prepare
@@ -62,7 +62,7 @@ def run_stage(
     Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
     was there.
     """
-    logs_cancellation.prepare_process()
+    flow_process.prepare_process()
     with redacted_errors():
         recipe = received_recipe(revealed(settings))
 

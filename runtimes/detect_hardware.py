@@ -71,10 +71,12 @@ def nvidia_driver_version() -> str | None:
 
     A container has the device files of its own GPUs only.
     """
-    if NVIDIA_MODULE.is_file():
+    try:
         text = NVIDIA_MODULE.read_text(errors="replace")
         number = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", text)
         return number[1] if number else "unknown"
+    except OSError:
+        pass
     return "unknown" if any(NVIDIA_DEVICES.glob("nvidia[0-9]*")) else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
@@ -90,29 +90,6 @@ def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np
     first, second_root = bias_corrections(settings.adam_betas, step + 1)
     ema_share = 1 - ema_decay_at(step, settings)
     return np.array((learning_rate, learning_rate / first, second_root, ema_share), np.float32)
-
-
-def learning_rate_groups(names: Iterable[str], settings: Train) -> list[tuple[list[str], float]]:
-    """Groups of trained parameters, each with its learning rate divided by the denoiser's.
-
-    Args:
-        names: names of the parameters, State's keys.
-
-    Returns:
-        The denoiser's group, then that of the text encoders, each in the order of `names`; an
-        empty group is absent.
-    """
-    text_rate = settings.text_encoder_lr or settings.learning_rate
-    groups: dict[bool, list[str]] = {False: [], True: []}
-    for name in names:
-        groups[name.startswith("text_encoder")].append(name)
-    factors = {False: 1.0, True: text_rate / settings.learning_rate}
-    return [(group, factors[is_text]) for is_text, group in groups.items() if group]
-
-
-def learning_rate_factors(names: Iterable[str], settings: Train) -> dict[str, float]:
-    """Name -> learning rate divided by the denoiser's; the arguments of learning_rate_groups."""
-    return {n: factor for group, factor in learning_rate_groups(names, settings) for n in group}
 
 
 #: Threads that read arrays of a saved state, and bytes that they may be ahead of the restore.

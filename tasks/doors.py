@@ -35,7 +35,7 @@ from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
 from runtimes.detect_hardware import host_memory, usable_gpus
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.noise_schedule import ResolutionShift, schedule_facts, scheduler_config
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import Base, replacement_config
@@ -44,7 +44,7 @@ from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu, train
 from tasks.beam import workers
-from tasks.encode.transform import TransformSettings, bucket_sizes
+from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.features import check_clip, check_image_encoder
 from tasks.evaluate.inception import check_inception, fidelity_folder

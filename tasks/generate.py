@@ -23,8 +23,9 @@ from configs.settings.recipe import NAME
 from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import TABULATED, drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
-from runtimes.sample.conditioning import check_size
+from runtimes.sample.sampling_inputs import check_size
 from tasks.build_or_reuse import RECIPE, Stage
+from tasks.child_process import run_job
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import cut_facts, tell_cut_prompts
 from tasks.evaluate.draw import EvalModel, RunJob, progress_callback, sampler_settings, scratch
@@ -33,7 +34,6 @@ from tasks.evaluate.published import find_parts, is_complete_here, load_publishe
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Progress
 from tasks.publish.registry import Registry, registry_url
-from tasks.run_job import run_job
 from tasks.train import check_guidance, ignores_guidance
 
 STAGE = "generate"

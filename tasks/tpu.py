@@ -37,8 +37,8 @@ from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Tpu
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob, write_job
-from runtimes.spmd.slices import check_rows, check_training, parse_accelerator_type
-from tasks.run_job import ChildOutput, Event, JobFailed, JobStopped, wait_for_result
+from runtimes.spmd.tpu_sharding import check_rows, check_training, parse_accelerator_type
+from tasks.child_process import ChildOutput, Event, JobFailed, JobStopped, wait_for_result
 
 Command = list[str]
 T = TypeVar("T")
@@ -236,7 +236,7 @@ def run_on_slice(
     grace_seconds: float = 60.0,
     poll_seconds: float = POLL_SECONDS,
 ) -> Event:
-    """Run a train job on a slice, as `tasks.run_job.run_job` does on this machine.
+    """Run a train job on a slice, as `tasks.child_process.run_job` does on this machine.
 
     After a preemption, training resumes from its last checkpoint on a new slice. A slice of this
     run that an earlier attempt could not delete is used, and deleted at the end.
@@ -248,7 +248,7 @@ def run_on_slice(
 
     Raises:
         Away: gcloud cannot create the slice, or it was preempted too often.
-        Refused, OSError, JobFailed, Away, LockLost: as `tasks.run_job.run_job`.
+        Refused, OSError, JobFailed, Away, LockLost: as `tasks.child_process.run_job`.
     """
     owner = hashlib.sha256(job.work.encode()).hexdigest()[:20]
     vae = None if job.vae is None else _in_store(store, job.vae)

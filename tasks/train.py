@@ -44,13 +44,13 @@ from runtimes.process.job import TrainJob
 from runtimes.train.validation import CheckpointRanking, scores_path
 from tasks import tpu
 from tasks.build_or_reuse import Stage
+from tasks.child_process import Event, run_job
 from tasks.code_version import runtime_facts
 from tasks.evaluate.draw import sampler_settings
 from tasks.evaluate.metrics import SampleScorer, sample_metrics, sample_prompts
 from tasks.panels import Chart, Facts, Panel, PicturePanel, Strip, Table, human
 from tasks.panels_charts import loss_chart
 from tasks.progress import Progress, show_in_prefect
-from tasks.run_job import Event, run_job
 
 #: Settings without effect on the weights of a step, unless Train.weights_depend_on_steps.
 STEPS = ("steps", "epochs")

@@ -22,7 +22,7 @@ from training import history, train
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from configs.settings.train import Train
 from runtimes.adapters.lora import initial_down
-from runtimes.data.bucketed_sample_order import Order
+from runtimes.data.sample_order import Order
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate

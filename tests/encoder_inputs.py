@@ -6,7 +6,7 @@ import numpy as np
 from picture_bytes import encode_picture
 from PIL import Image
 
-from tasks.encode.transform import TransformSettings
+from tasks.encode.crop_to_bucket import TransformSettings
 
 SQUARE = TransformSettings(
     resolution=64,

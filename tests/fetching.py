@@ -6,7 +6,7 @@ from typing import Any
 from web_sites import Site
 
 from configs.settings.data import Download
-from tasks.download.fetch import Fetched, Fetcher, run
+from tasks.download.fetch_with_retries import Fetched, Fetcher, run
 from tasks.download.http import BodyMemory, FetchFailed, Room
 from tasks.download.lists import ServedAt
 from tasks.download.politeness import AsyncClock

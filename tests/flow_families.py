@@ -23,8 +23,8 @@ from runtimes.families import FAMILIES
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, EncodeJob, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
-from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.network import Network
+from runtimes.torch_models.vae_text_encoders import Encoder
 from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 

@@ -194,8 +194,8 @@ class _Subprocess:
 @contextmanager
 def forked(interpreter: WarmInterpreter) -> Iterator[None]:
     """Processes of jobs and encoders are forks of the warm interpreter."""
-    from tasks import run_job
+    from tasks import child_process
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_job, "subprocess", _Subprocess(interpreter.popen))
+        patch.setattr(child_process, "subprocess", _Subprocess(interpreter.popen))
         yield

@@ -22,10 +22,10 @@ from artifacts.errors import is_outage
 from artifacts.filesystems import REAL, Clock
 from configs.errors import Refused
 from runtimes.contract import StepBatch
-from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window, evenly_spaced
+from runtimes.data.sample_order import Order, SampleIndex, Window, evenly_spaced
 from runtimes.data.shard_cache import KeptRows, KeptShard, ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
-from runtimes.families.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from runtimes.families.inpainting_aesthetics import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.random_draws import Choices
 from runtimes.objective.training_objective import Objective
 

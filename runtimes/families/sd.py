@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from runtimes.families import family
-from runtimes.families.extra_inputs import latent_channels
+from runtimes.families.inpainting_aesthetics import latent_channels
 
 OPENCLIP_WIDTH = 1024  # of the text encoder of version 2
 
@@ -50,6 +50,6 @@ class SD(family.Family):
 
     def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
         inputs = {"encoder_hidden_states": conditioning["prompt_embeds"]}
-        if "aesthetic_score" in conditioning:  # see extra_inputs.py
+        if "aesthetic_score" in conditioning:  # see inpainting_aesthetics.py
             inputs["class_labels"] = conditioning["aesthetic_score"]
         return inputs

@@ -159,7 +159,7 @@ class AbstractStep:
         return {name: abstract(name, t) for name, t in tensors if name not in trained}
 
     def _stacked(self) -> dict[str, Any]:
-        """Abstract arrays of a global batch, stacked as by jax/micro_batches.py."""
+        """Abstract arrays of a global batch, as jax/step.py stacks them."""
         local = self._mesh.count // self._hosts
         rows = -(-self._size // local) * local * self._hosts
         parts = self.micro_batches

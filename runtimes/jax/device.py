@@ -19,7 +19,7 @@ from runtimes.process.collectives import HostCollectives, free_port
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.launcher import Ranks
 from runtimes.registry import check_supported
-from runtimes.spmd.slices import mesh_shape, peak_of
+from runtimes.spmd.tpu_sharding import mesh_shape, peak_of
 from runtimes.torch_models.gpu_specs import known_peak
 
 PLATFORMS = ("cpu", "tpu", "cuda")

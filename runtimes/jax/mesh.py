@@ -17,8 +17,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.spmd.slices import AXES, mesh_shape, shard_axes
 from runtimes.spmd.splash_attention import SplashAttention
+from runtimes.spmd.tpu_sharding import AXES, mesh_shape, shard_axes
 
 
 class Mesh:
@@ -52,7 +52,7 @@ class Mesh:
         return SplashAttention(self.mesh) if self.platform == "tpu" else None
 
     def array_sharding(self, shape: Sequence[int]) -> NamedSharding:
-        """Sharding of an array of a shape along `fsdp`, see spmd/slices.py."""
+        """Sharding of an array of a shape along `fsdp`, see spmd/tpu_sharding.py."""
         return NamedSharding(self.mesh, PartitionSpec(*shard_axes(shape, self.fsdp)))
 
     def row_sharding(self, axis: int) -> NamedSharding:

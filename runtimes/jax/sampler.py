@@ -31,10 +31,10 @@ from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.training_objective import LatentScale
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, Images, image_levels
 from runtimes.sample.diffusers_pipeline import BasePipeline
+from runtimes.sample.sampling_inputs import ConditionedNoise, Conditioner, Images, image_levels
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
-from runtimes.torch_models import encoders
+from runtimes.torch_models import vae_text_encoders
 from runtimes.torch_models.loading import make_scheduler
 from runtimes.torch_models.network import Network, load_network
 
@@ -59,10 +59,10 @@ class Sampler:
         self._mesh = mesh
         self._dtype = jnp.dtype(dtype)
         self._whole = mesh.platform != "cpu" if whole is None else whole
-        self._encoder = encoders.Encoder(base, device="cpu")
+        self._encoder = vae_text_encoders.Encoder(base, device="cpu")
         self._base = base
         decoder = Wrapped(self._encoder.vae, self._encoder.family.decode_latents)
-        wide = encoders.vae_dtype(self._encoder.vae.config, getattr(torch, dtype))
+        wide = vae_text_encoders.vae_dtype(self._encoder.vae.config, getattr(torch, dtype))
         arrays = move(decoder, mesh, wide)
         self._vae_on_host = {name: np.asarray(array) for name, array in arrays.items()}
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
@@ -120,7 +120,7 @@ class Sampler:
     @cached_property
     def _images(self) -> Images:
         """A second encoder's: the weights of the VAE in `_encoder` were moved to the devices."""
-        return encoders.Encoder(self._base, device="cpu").images
+        return vae_text_encoders.Encoder(self._base, device="cpu").images
 
     def _sample(
         self, arrays: Arrays, batch: ConditionedNoise, table: SchedulerTable, guidance: float
@@ -188,7 +188,7 @@ class Sampler:
 
     def _texts(
         self, arrays: Arrays, captions: list[str]
-    ) -> tuple[encoders.Float32, encoders.Float32 | None]:
+    ) -> tuple[vae_text_encoders.Float32, vae_text_encoders.Float32 | None]:
         """Prompt embeddings [B, T, D] f32 and pooled embeddings [B, P] f32 or None.
 
         The network's trained encoders compute CLIP's embeddings on the devices; T5 runs on the
@@ -206,7 +206,7 @@ class Sampler:
             for array in encoded
         )
         if (t5 := self._encoder.t5(captions)) is not None:
-            states = encoders.join_t5(states, torch.from_numpy(t5))
+            states = vae_text_encoders.join_t5(states, torch.from_numpy(t5))
         assert states is not None, "each family has CLIP's states or a T5"
         return states.numpy(), None if pooled is None else pooled.numpy()
 
@@ -222,7 +222,7 @@ def same_architecture(network: Network, other: Network) -> bool:
 
 def _encode_texts(network: Network, ids: torch.Tensor) -> Any:
     """Encode token ids [B, n, T] by the trained text encoders of a network."""
-    return encoders.encode_ids(network.family, network.text_encoders, ids)
+    return vae_text_encoders.encode_ids(network.family, network.text_encoders, ids)
 
 
 class ThePipeline(BasePipeline):
@@ -260,8 +260,8 @@ class ThePipeline(BasePipeline):
         return compile_seconds()
 
 
-class JaxEncoder(encoders.Encoder):
-    """The encoder of torch_models/encoders.py, compiled by JAX.
+class JaxEncoder(vae_text_encoders.Encoder):
+    """The encoder of torch_models/vae_text_encoders.py, compiled by JAX.
 
     Every batch is padded to one size and runs one program, so the bits of an image do not depend on
     the size of its batch.
@@ -285,14 +285,16 @@ class JaxEncoder(encoders.Encoder):
         if job.embeds:
             self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
 
-    def images(self, pixels: encoders.Float32) -> tuple[encoders.Float32, encoders.Float32]:
+    def images(
+        self, pixels: vae_text_encoders.Float32
+    ) -> tuple[vae_text_encoders.Float32, vae_text_encoders.Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)
         self._compile_cache.upload()
         return mean, logvar
 
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
-    ) -> tuple[encoders.Embeds, encoders.Float32 | None]:
+    ) -> tuple[vae_text_encoders.Embeds, vae_text_encoders.Float32 | None]:
         if clip:
             return super().texts(captions, clip)
         arrays = [self.input_ids(captions)] if self._clip else []
@@ -302,7 +304,7 @@ class JaxEncoder(encoders.Encoder):
             kept = self._frozen.kept(mask)
             arrays += [ids, mask]
         states, *pooled = self._embeds(TEXT_BATCH, *(array.astype(np.int32) for array in arrays))
-        return encoders.unpadded(states, kept), pooled[0] if pooled else None
+        return vae_text_encoders.unpadded(states, kept), pooled[0] if pooled else None
 
 
 def open_encoder(job: EncodeJob) -> JaxEncoder:
@@ -320,7 +322,7 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
     arrays = move(module, mesh)
     call = jax.jit(as_function(module, training=False))
 
-    def run(rows: int, *inputs: NDArray[Any]) -> list[encoders.Float32]:
+    def run(rows: int, *inputs: NDArray[Any]) -> list[vae_text_encoders.Float32]:
         count = len(inputs[0])
         padded = padded_rows(max(rows, count), mesh.local)
         sent = [mesh.shard_rows(pad_rows(array, padded)) for array in inputs]
@@ -344,11 +346,11 @@ class _Embeds(torch.nn.Module):
         states = None
         pooled = None
         if len(self.clip):
-            states, pooled = encoders.encode_ids(self.family, list(self.clip), rest.pop(0))
+            states, pooled = vae_text_encoders.encode_ids(self.family, list(self.clip), rest.pop(0))
         if rest:
             ids, mask = rest
             encoder = self.family.frozen_text
             assert encoder is not None
-            frozen = encoders.frozen_states(encoder, self.frozen, ids.long(), mask.long())
-            states = encoders.join_t5(states, frozen)
+            frozen = vae_text_encoders.frozen_states(encoder, self.frozen, ids.long(), mask.long())
+            states = vae_text_encoders.join_t5(states, frozen)
         return tuple(array.float() for array in (states, pooled) if array is not None)

@@ -26,7 +26,7 @@ from configs.settings.train import Train
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.jax.mesh import Mesh
-from runtimes.optimizer_state import learning_rate_factors
+from runtimes.learning_rate import learning_rate_factors
 from runtimes.torch_models.network import FlopCounter, Network
 
 Arrays = dict[str, Array]

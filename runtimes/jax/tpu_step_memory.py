@@ -20,7 +20,7 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.process.questions import StepCost, TpuStepRequest, answer
 from runtimes.registry import check_supported
-from runtimes.spmd.slices import TpuSlice, parse_slice
+from runtimes.spmd.tpu_sharding import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 #: libtpu's out-of-memory messages, with the program's bytes. Both figures include arguments, though

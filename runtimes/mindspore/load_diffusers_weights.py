@@ -18,7 +18,7 @@ from artifacts.safetensors import Arrays, read_floats
 from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.adapters.lora import stored_name
-from runtimes.families.extra_inputs import added_weights
+from runtimes.families.inpainting_aesthetics import added_weights
 from runtimes.pipeline_folder import weights
 from runtimes.pipeline_folder.folder import Base, read_config, vae_overflows
 
@@ -39,7 +39,7 @@ def load_denoiser(
     Args:
         folder: the UNet's folder in the pipeline.
         dtype: dtype of the weights, whatever their stored precision is.
-        config: config of a UNet with extra inputs (extra_inputs.py); None is the folder's.
+        config: config of a UNet with extra inputs (inpainting_aesthetics.py); None is the folder's.
         seed: initializes the weights of the extra inputs.
 
     Raises:

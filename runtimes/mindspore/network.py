@@ -1,7 +1,7 @@
 """The trained network: a UNet and, where the step encodes captions, its CLIP text encoders.
 
 Low-rank adapters are added to mindone's models through mindone's PEFT. Text is encoded in a step as
-in torch_models/encoders.py. Micro-batches of a batch are MindSpore tensors.
+in torch_models/vae_text_encoders.py. Micro-batches of a batch are MindSpore tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from configs.settings.train_parts import Lora
 from runtimes.adapters import lora
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.families import Family, repeated_blocks
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.mindspore import load_diffusers_weights as loading
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import TrainJob

@@ -23,14 +23,14 @@ from runtimes.adapters.lora_files import load_trained_components
 from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
 from runtimes.families import TextEncoder
-from runtimes.families.extra_inputs import fully_masked
+from runtimes.families.inpainting_aesthetics import fully_masked
 from runtimes.mindspore import load_diffusers_weights as loading
 from runtimes.mindspore import network as networks
-from runtimes.mindspore.device import precision, start
+from runtimes.mindspore.device import choose, precision, start
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
-from runtimes.sample.conditioning import NoiseBatch
 from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
+from runtimes.sample.sampling_inputs import NoiseBatch
 from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary
 
 Float32 = NDArray[np.float32]
@@ -119,7 +119,8 @@ class Encoder:
 
 def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises Refused."""
-    dtype = precision(job.dtype, start(job.device), "encode.dtype")
+    dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
+    start(job.device)
     base = Base.of(job)
     return Encoder(base, dtype, images=job.batch_size, captions=TEXT_BATCH, embeds=job.embeds)
 
@@ -228,7 +229,8 @@ class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob, base: Base) -> None:
-        self._dtype = precision(job.dtype, start(job.device), "evaluate.dtype")
+        self._dtype = precision(job.dtype, choose(job.device)[0], "evaluate.dtype")
+        start(job.device)
         super().__init__(job, base, make_scheduler)
 
     def _load_network(self, drawing: Drawing) -> networks.Network:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from configs.settings.train import Train
 from runtimes import optimizer_state
 from runtimes.contract import Owners, SavedState, State, StateShapes
+from runtimes.learning_rate import learning_rate_groups
 from runtimes.mindspore.loss_scale import DynamicLossScale
 
 Gradients = Sequence[Tensor]
@@ -58,7 +59,7 @@ class Update:
         index = {name: at for at, name in enumerate(reached)}
         self._groups = [
             ([index[name] for name in names], share, ms.jit(self._adam(names).construct))
-            for names, share in optimizer_state.learning_rate_groups(reached, settings)
+            for names, share in learning_rate_groups(reached, settings)
         ]
         self._norm = ms.jit(_norm)
         halves = [n for n, p in masters.items() if computed[n] is not p]

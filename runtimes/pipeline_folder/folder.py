@@ -17,7 +17,12 @@ from artifacts.records import digest_json, parse_json
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.families import Family, TextEncoder, detect_family
-from runtimes.families.extra_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
+from runtimes.families.inpainting_aesthetics import (
+    UNET,
+    ExtraInputs,
+    inpainting_channels,
+    latent_channels,
+)
 from runtimes.objective.noise_schedule import Schedule, read_schedule, read_scheduler_config
 from runtimes.process.job import HasModel
 

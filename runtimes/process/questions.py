@@ -1,7 +1,7 @@
 """Questions to a separate process, which answers in JSON, and the questions and answers of plans.
 
-torch/gpu_plan.py computes a StepMemory, of training or sampling; jax/tpu_step_memory.py computes a
-StepCost, of training. A runtime's probe and the smoke test are asked in the same way.
+torch/gpu_step_memory.py computes a StepMemory, of training or sampling; jax/tpu_step_memory.py
+computes a StepCost, of training. A runtime's probe and the smoke test are asked in the same way.
 """
 
 from __future__ import annotations

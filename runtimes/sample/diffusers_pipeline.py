@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.families import Family
-from runtimes.families.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
+from runtimes.families.inpainting_aesthetics import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
 from runtimes.objective.noise_schedule import read_scheduler_config, sampling_scheduler
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.conditioning import NoiseBatch, image_levels, noise_batches
 from runtimes.sample.generate_job import LOSS_BATCH
+from runtimes.sample.sampling_inputs import NoiseBatch, image_levels, noise_batches
 
 
 class PipelineSampler(ABC):
@@ -115,7 +115,7 @@ class PipelineSampler(ABC):
     ) -> Iterator[None]:
         """Within the context, a text-to-image pipeline passes the denoiser's extra inputs.
 
-        The extra inputs (extra_inputs.py) are an inpainting mask that hides the whole
+        The extra inputs (inpainting_aesthetics.py) are an inpainting mask that hides the whole
         image, and the requested aesthetic score. A forward pre-hook of the denoiser adds them.
 
         Args:

@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from runtimes.spmd.slices import AXES
+from runtimes.spmd.tpu_sharding import AXES
 
 #: The kernel's blocks are multiples of a vector register's lanes, so sequences are padded to it.
 LANES = 128

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from configs.settings.train import Train
-from runtimes.optimizer_state import learning_rate_groups
+from runtimes.learning_rate import learning_rate_groups
 from runtimes.torch import gaudi
 
 Tensors = dict[str, torch.Tensor]

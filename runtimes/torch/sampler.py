@@ -21,19 +21,19 @@ from transformers.utils import logging as transformers_logging
 from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.contract import StepBatch
-from runtimes.families.extra_inputs import fully_masked
+from runtimes.families.inpainting_aesthetics import fully_masked
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.registry import check_family
-from runtimes.sample.conditioning import NoiseBatch
 from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
+from runtimes.sample.sampling_inputs import NoiseBatch
 from runtimes.torch.device import describe, free_memory, make_deterministic, open_device
 from runtimes.torch.kernels import DeviceHooks, enable_npu_attention
 from runtimes.torch_models.activation_memory import Inputs, sender
-from runtimes.torch_models.encoders import Encoder, PaddedEncoder
 from runtimes.torch_models.loading import load_text_encoder, make_scheduler
 from runtimes.torch_models.network import Network, load_network
+from runtimes.torch_models.vae_text_encoders import Encoder, PaddedEncoder
 
 #: Kinds of devices that diffusers copies single layers to; on the CPU nothing moves.
 OFFLOADING = ("cuda", "cpu")

@@ -26,7 +26,7 @@ from configs.settings.train import Train
 from runtimes.contract import StoredRows
 from runtimes.detect_hardware import torch_npu_version
 from runtimes.families import all_families, denoiser_classes
-from runtimes.families.extra_inputs import added_weights, source_weight_names
+from runtimes.families.inpainting_aesthetics import added_weights, source_weight_names
 from runtimes.objective import noise_schedule
 from runtimes.pipeline_folder.folder import Base, read_config
 from runtimes.pipeline_folder.weights import check_fit, weight_files, weight_variant
@@ -46,7 +46,7 @@ def load_denoiser(
     Args:
         folder: the denoiser's folder in the pipeline.
         dtype: dtype of the weights, whatever their stored precision is.
-        config: config of a denoiser with extra inputs (extra_inputs.py); None is the
+        config: config of a denoiser with extra inputs (inpainting_aesthetics.py); None is the
             folder's config.
         seed: initializes the weights of the extra inputs.
 

@@ -28,13 +28,18 @@ from runtimes.adapters import lora
 from runtimes.adapters.lora_files import load_trained_components
 from runtimes.contract import StepBatch, StoredRows
 from runtimes.families import Captioned, Family
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import Drawing, HasNetwork, TrainJob
 from runtimes.torch_models import loading
 from runtimes.torch_models.activation_memory import recompute, without_recomputation
-from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_ids, encode_in_step
+from runtimes.torch_models.vae_text_encoders import (
+    Encoded,
+    FrozenTextEncoders,
+    encode_ids,
+    encode_in_step,
+)
 
 log = logging.getLogger("kiln")
 
@@ -310,7 +315,7 @@ class Network(torch.nn.Module):
         """
         if "input_ids" in conditioning:
             conditioning = encode_in_step(self._encoding(noisy_latents.dtype), conditioning)
-        if "inpainting" in conditioning:  # see families/extra_inputs.py
+        if "inpainting" in conditioning:  # see families/inpainting_aesthetics.py
             noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
         return self.family.predict(self.denoiser, noisy_latents, timesteps, conditioning)
 

@@ -2,7 +2,7 @@
 
 The host computes the learning rate: the rate is data, not part of a program. A run resumes from its
 newest checkpoint, which has weights, optimizer state and history, but no state of the loader or of
-a random number generator. data/bucketed_sample_order.py computes a step's samples from the step's
+a random number generator. data/sample_order.py computes a step's samples from the step's
 number, and objective/random_draws.py draws by counter.
 
 A run publishes trained components or adapters, and the history:
@@ -17,7 +17,6 @@ A run publishes trained components or adapters, and the history:
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -38,7 +37,8 @@ from configs.settings.train import Train
 from runtimes.adapters.lora_files import LORA_WEIGHTS, metadata, to_file_names, to_state_names
 from runtimes.contract import Runtime, State, StepBatch, StoredRows
 from runtimes.data import loader as batches
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
+from runtimes.learning_rate import learning_rate
 from runtimes.objective import noise_schedule
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.optimizer_state import published
@@ -382,36 +382,6 @@ class TrainingRun:
         self.step = saved.step
         self.skipped = sorted({*self.skipped, *saved.facts["skipped"]})
         self._checkpointed_step = self.step
-
-
-def learning_rate(step: int, settings: Train) -> float:
-    """The learning rate of a step (from 0): linear warm-up to the peak, then the chosen decay.
-
-    Step `lr_warmup_steps - 1` is the first at the peak `learning_rate`. The decay would reach
-    `lr_min_ratio * learning_rate` at step `steps`, the step after the last.
-    """
-    if step < settings.lr_warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.lr_warmup_steps
-    done = (step - settings.lr_warmup_steps) / max(1, settings.steps - settings.lr_warmup_steps)
-    factor = _decay(min(done, 1.0), settings)
-    return settings.learning_rate * (settings.lr_min_ratio + (1 - settings.lr_min_ratio) * factor)
-
-
-def _decay(done: float, settings: Train) -> float:
-    """The decay factor in [0, 1] after the fraction `done` of the steps since warm-up.
-
-    Cosine with warm restarts: SGDR, arXiv 1608.03983. The other shapes are diffusers'.
-    """
-    match settings.lr_scheduler:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1 - done
-        case "polynomial":
-            return float((1 - done) ** settings.lr_power)
-        case "cosine_with_restarts" if done < 1:
-            done = done * settings.lr_num_cycles % 1
-    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 def read_train_settings(job: TrainJob) -> Train:

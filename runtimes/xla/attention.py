@@ -18,8 +18,8 @@ from jax import Array, ShapeDtypeStruct
 from jax.sharding import AbstractMesh
 from torch_xla.core import xla_builder
 
-from runtimes.spmd.slices import AXES
 from runtimes.spmd.splash_attention import SplashAttention
+from runtimes.spmd.tpu_sharding import AXES
 from runtimes.xla.mesh import ATTENTION, replace_operator
 
 jax.config.update("jax_platforms", "cpu")  # PyTorch/XLA has the TPU

@@ -17,7 +17,7 @@ from runtimes.contract import Probe
 from runtimes.detect_hardware import peak_rss
 from runtimes.process.compile_cache import CompileCache
 from runtimes.registry import check_supported
-from runtimes.spmd.slices import peak_of
+from runtimes.spmd.tpu_sharding import peak_of
 from runtimes.xla.mesh import replace_operators
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch_xla.core import xla_model as xm
 from torch_xla.distributed import spmd
 
-from runtimes.spmd.slices import AXES, mesh_shape, shard_axes
+from runtimes.spmd.tpu_sharding import AXES, mesh_shape, shard_axes
 
 
 class Mesh:

@@ -28,11 +28,12 @@ from configs.settings.train import Train
 from runtimes import contract, optimizer_state
 from runtimes.base_runtime import BaseRuntime
 from runtimes.data.loader import pad_batch
+from runtimes.learning_rate import learning_rate_factors
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
-from runtimes.spmd.slices import check_rows
+from runtimes.spmd.tpu_sharding import check_rows
 from runtimes.torch_models.activation_memory import Inputs, micro_batches
 from runtimes.torch_models.loading import trained_scheduler
 from runtimes.torch_models.network import FlopCounter, Network, has_dropout, seed_dropout
@@ -60,7 +61,7 @@ class Update:
         self._average: dict[str, torch.Tensor] = {}
         if settings.ema_decay is not None:
             self._average = {n: mesh.shard(mesh.fetch(p).clone()) for n, p in parameters.items()}
-        self._shares = optimizer_state.learning_rate_factors(parameters, settings)
+        self._shares = learning_rate_factors(parameters, settings)
         self._step = 0
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:

@@ -22,13 +22,13 @@ from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.process.launcher import Ranks
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, image_levels
 from runtimes.sample.diffusers_pipeline import BasePipeline
+from runtimes.sample.sampling_inputs import ConditionedNoise, Conditioner, image_levels
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.activation_memory import Inputs
-from runtimes.torch_models.encoders import Embeds, PaddedEncoder
 from runtimes.torch_models.loading import make_scheduler
 from runtimes.torch_models.network import Network, load_network
+from runtimes.torch_models.vae_text_encoders import Embeds, PaddedEncoder
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.mesh import Mesh
 
@@ -116,6 +116,7 @@ class Sampler:
         """Images [B, H, W, 3] f32 in 0..1 of one batch, padding included."""
         sent = {name: self._mesh.shard_rows(rows) for name, rows in batch.conditioning.items()}
         conditioning = {n: t if n in UNCAST else t.to(self._dtype) for n, t in sent.items()}
+        del sent  # else the devices hold both precisions until the pictures are decoded
         latents = self._mesh.shard_rows(batch.noise) * table.start
         previous = torch.zeros_like(latents)
         for timestep, row in zip(table.timesteps, table.rows, strict=True):

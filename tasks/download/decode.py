@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from configs.settings.data import Download
 from runtimes.detect_hardware import check_memory
 from tasks.download.http import FetchFailed
-from tasks.encode.transform import to_rgb
+from tasks.encode.crop_to_bucket import to_rgb
 
 #: Memory that img2dataset needs at most, for alpha in float64; and of pictures without alpha.
 BYTES_PER_PIXEL = 79

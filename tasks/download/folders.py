@@ -104,6 +104,7 @@ class Dataset(lists.Source):
 
     def _rows(self, file: str) -> Iterator[pa.Table]:
         s = self.settings
+        lists.require_columns(s, "parquet", file)  # `check` reads the first file alone
 
         def rows() -> Iterator[dict[str, Any]]:
             for number, values in parquet_rows(file, list(lists.named_columns(s).values())):

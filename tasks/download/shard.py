@@ -26,7 +26,7 @@ from configs.secrets import without_secrets
 from configs.settings.data import Download
 from tasks.download.data_quality import most_common, shard_statistics
 from tasks.download.decode import PictureResizer
-from tasks.download.fetch import Fetcher, run
+from tasks.download.fetch_with_retries import Fetcher, run
 from tasks.download.http import FetchFailed, Room, is_transient
 from tasks.download.lists import PictureLocation, ServedAt
 from tasks.download.politeness import is_opted_out, is_outage

@@ -18,9 +18,14 @@ from artifacts.store import Shard, Store
 from runtimes.registry import encoder_devices
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, Workers, shard_counts, worker_report, workers_of
-from tasks.encode.encoders import SHARDS_PER_DEVICE, EncoderPool, EncodersInStore, EncodingPlan
-from tasks.encode.transform import STAGE
-from tasks.run_job import ProcessLost
+from tasks.child_process import ProcessLost
+from tasks.encode.crop_to_bucket import STAGE
+from tasks.encode.encoder_processes import (
+    SHARDS_PER_DEVICE,
+    EncoderPool,
+    EncodersInStore,
+    EncodingPlan,
+)
 
 
 @dataclass(frozen=True)

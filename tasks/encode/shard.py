@@ -24,8 +24,8 @@ from runtimes.contract import PipelineEncoder
 from runtimes.data.loader import Prefetch
 from runtimes.families import family_named
 from runtimes.pipeline_folder.folder import TEXT_BATCH
-from tasks.encode import transform
-from tasks.encode.transform import BadSample, Size, TransformSettings
+from tasks.encode import crop_to_bucket
+from tasks.encode.crop_to_bucket import BadSample, Size, TransformSettings
 
 
 @dataclass
@@ -36,7 +36,8 @@ class DecodedPicture:
     captions: tuple[str, ...]
     sha256: bytes
     score: float | None  # aesthetic
-    variants: list[transform.Transformed]  # the plain one, then the mirrored one if there is one
+    #: The plain one, then the mirrored one if there is one.
+    variants: list[crop_to_bucket.Transformed]
 
 
 @dataclass
@@ -113,7 +114,7 @@ def _picture(
 ) -> DecodedPicture:
     """Raises BadSample."""
     sha256 = sample.source_sha256
-    variants = transform.transform(sample.image, sha256, sample.meta, settings, buckets)
+    variants = crop_to_bucket.transform(sample.image, sha256, sample.meta, settings, buckets)
     score = sample.meta.get("aesthetic_score") if settings.scored else None
     if settings.scored and score is None:
         raise BadSample("no aesthetic score")
@@ -168,7 +169,7 @@ class ShardEncoder:
         self.encoder = encoder
         self._settings = settings
         self._encode_captions = _encode_captions if embeds else _tokenize_captions
-        buckets = transform.bucket_sizes(settings, encoder.info["size_step"])
+        buckets = crop_to_bucket.bucket_sizes(settings, encoder.info["size_step"])
         threads = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
         ahead = 2 * max(batch_size, decoders)
         self._decoding = (settings, buckets, batch_size, threads, ahead)
@@ -256,7 +257,8 @@ def _encode_batch(
         if len(variants) < len(picture.variants):
             bad["NaN latent"] += 1
             continue
-        split = "holdout" if transform.is_holdout(picture.sha256, settings.holdout) else "train"
+        is_holdout = crop_to_bucket.is_holdout(picture.sha256, settings.holdout)
+        split = "holdout" if is_holdout else "train"
         height, width = variants[0].mean.shape[1:]
         yield picture.position, _Encoded(f"{split}/{height}x{width}", picture.captions, variants)
 
@@ -275,7 +277,7 @@ def _encode_variant(
     means, logvars = encoder.images(pixels)
     # A mirrored picture has masks of its own, not mirrored masks.
     numbers = range(variant * settings.masks, (variant + 1) * settings.masks)
-    draw = partial(transform.draw_mask, settings.seed, size=pixels.shape[2:])
+    draw = partial(crop_to_bucket.draw_mask, settings.seed, size=pixels.shape[2:])
     masks = [np.stack([draw(picture.sha256, number) for picture in pictures]) for number in numbers]
     masked_means = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
     step = encoder.info["vae_scale_factor"]

@@ -22,8 +22,8 @@ from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, wor
 from tasks.build_or_reuse import Stage
 from tasks.code_version import runtime_facts, versions
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
-from tasks.encode import transform
-from tasks.encode.encoders import EncodingPlan, put_encoders
+from tasks.encode import crop_to_bucket
+from tasks.encode.encoder_processes import EncodingPlan, put_encoders
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
 
@@ -43,13 +43,13 @@ class EncodeStage(Stage):
     images: Artifact
     base: Base
 
-    name = transform.STAGE
-    version = transform.VERSION
+    name = crop_to_bucket.STAGE
+    version = crop_to_bucket.VERSION
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that affect the latents."""
-        return transform.settings_for_key(self.recipe)
+        return crop_to_bucket.settings_for_key(self.recipe)
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -82,7 +82,7 @@ class EncodeStage(Stage):
             )
         for shard in shards:
             draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
-        settings = transform.TransformSettings.of(self.recipe)
+        settings = crop_to_bucket.TransformSettings.of(self.recipe)
         longest = [shard.meta["longest"] for shard in shards if "longest" in shard.meta]
         if longest:  # lengths vary: training pads captions to one shape for a whole run
             info["tokens"] = padded_rows(max(longest), TOKEN_STEP)
@@ -109,8 +109,8 @@ class EncodeStage(Stage):
             from tasks.encode.encode_on_beam import EncodeShard, encode_shards
 
         chosen = self.recipe.encode
-        settings = transform.TransformSettings.of(self.recipe)
-        transform.bucket_sizes(settings, self.base.encoders["size_step"])
+        settings = crop_to_bucket.TransformSettings.of(self.recipe)
+        crop_to_bucket.bucket_sizes(settings, self.base.encoders["size_step"])
         tasks = self._tasks(settings)
         if not tasks:
             raise Failed("encode: the images artifact has no image shard")
@@ -130,7 +130,7 @@ class EncodeStage(Stage):
         dofn = EncodeShard(store.url, reports, plan, chosen.processes, copy)
         return encode_shards(tasks, store, dofn, options, progress)
 
-    def _tasks(self, settings: transform.TransformSettings) -> list[EncodeTask]:
+    def _tasks(self, settings: crop_to_bucket.TransformSettings) -> list[EncodeTask]:
         """What to encode, once for image shards with equal bytes."""
         from tasks.encode.encode_on_beam import EncodeTask
 
@@ -138,7 +138,7 @@ class EncodeStage(Stage):
         tasks = {}
         for entry in self.images.files:
             if entry.path.endswith(".tar"):
-                key = transform.shard_key(entry.sha256, digest, self.recipe.encode, settings)
+                key = crop_to_bucket.shard_key(entry.sha256, digest, self.recipe.encode, settings)
                 tar = self.images.url(entry.path)
                 tasks[key] = EncodeTask(key, tar, entry.sha256, entry.meta["samples"])
         return list(tasks.values())
@@ -154,7 +154,7 @@ class EncodeStage(Stage):
                 *(FEW_HELD_OUT, summary["holdout"], settings.holdout),
             )
         total = sum(summary["caption_tokens"].values())
-        tell_cuts(transform.STAGE, summary["cut"], total, "captions")
+        tell_cuts(crop_to_bucket.STAGE, summary["cut"], total, "captions")
 
     def helper(self, store: Store, progress: Report) -> Callable[[], object]:
         """A call that encodes shards beside another host's build."""

@@ -1,6 +1,4 @@
-"""Metrics of pictures: distances of sets, CLIP scores, and their bootstrap intervals.
-
-CLIPScore and preference scores are the similarity of a picture and its prompt.
+"""Metrics of pictures: distances of sets, means and shares, and their bootstrap intervals.
 
 Resample b has the same pictures for every model and metric with n pictures, because its weights
 depend on seed, n and prompts alone. The difference of two resampled metrics is therefore a paired
@@ -28,27 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
-
-
-def clip_scores(images: NDArray[Any], texts: NDArray[Any]) -> Float64:
-    """CLIPScore f64 [N]: 100 * max(cos, 0) of image features [N, D] and text features [N, D].
-
-    Hessel et al. 2021 (arXiv 2104.08718), with w = 100 as in torchmetrics instead of 2.5.
-    """
-    return 100.0 * np.maximum(cosine(images, texts), 0.0)
-
-
-def preference_scores(images: NDArray[Any], texts: NDArray[Any], logit_scale: float) -> Float64:
-    """Preference f64 [N]: exp(logit_scale) * cos, as PickScore and HPSv2 compute it.
-
-    Kirstain et al. 2023 (arXiv 2305.01569), Wu et al. 2023 (arXiv 2306.09341).
-    """
-    return float(np.exp(logit_scale)) * cosine(images, texts)
-
-
-def cosine(x: NDArray[Any], y: NDArray[Any]) -> Float64:
-    """The cosine of each row of x [N, D] with that of y [N, D]."""
-    return np.asarray((normalise(x) * normalise(y)).sum(axis=1))
 
 
 def normalise(features: NDArray[Any]) -> Float64:

@@ -31,13 +31,13 @@ from artifacts.models import digest_model
 from artifacts.records import digest_json, open_checked
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.settings.evaluate import Sampling
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import GenerateJob, Job
 from tasks.build_or_reuse import GRID
+from tasks.child_process import Event
 from tasks.panels import Comparison, picture_grid, to_png
 from tasks.progress import Progress
-from tasks.run_job import Event
 from tasks.trained_weights import BASE, TrainedWeights
 
 STAGE = "evaluate"

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 from configs.secrets import one_line, without_secrets
+from tasks.child_process import ConnectedProcess
 from tasks.evaluate.features import BATCH, Float32, Picture, batches
-from tasks.run_job import ConnectedProcess
 
 FEATURES = 2048  # of the last pooling
 

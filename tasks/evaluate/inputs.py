@@ -16,11 +16,11 @@ from artifacts.models import digest_model, digest_model_file
 from artifacts.records import digest_json
 from artifacts.store import Artifact
 from configs.settings.recipe import Recipe
-from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import GenerateJob
-from tasks.encode.transform import TransformSettings
+from tasks.encode.crop_to_bucket import TransformSettings
 from tasks.evaluate import draw
 from tasks.evaluate.features import digest_image_encoder
 from tasks.evaluate.judges import judge_names

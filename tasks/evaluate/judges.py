@@ -1,6 +1,7 @@
 """Judges: pictures and their prompts in, one score per picture out.
 
-A judge is registered in JUDGES, or is a preference model (`evaluate.judges` with a path).
+A judge is registered in JUDGES, or is a preference model (`evaluate.judges` with a path). CLIPScore
+and preference scores are the similarity of a picture and its prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from configs.errors import Refused
 from configs.settings.evaluate import JudgeName, PreferenceModel
 from demo.captions import parse
-from tasks.evaluate.distances import preference_scores
+from tasks.evaluate.distances import Float64, normalise
 from tasks.evaluate.features import Clip
 
 #: Scores [N]: bool for pass or fail, else float. Higher is better.
@@ -28,7 +29,7 @@ Judge = Callable[[NDArray[np.uint8], Sequence[str]], Scores]
 
 @dataclass(frozen=True)
 class JudgeEntry:
-    """Registered judges of one name. Their functions import their modules when they are called."""
+    """Registered judges of one name. A judge imports its module when it is called."""
 
     judges: Mapping[str, Judge]  # metric name -> judge
     parse: Callable[[str], object]  # raises ValueError for an unsupported prompt
@@ -106,3 +107,24 @@ def judge_pictures(
         except ValueError as error:
             raise Refused(f"{name}: {error}", setting="evaluate.judges") from None
     return scores
+
+
+def clip_scores(images: NDArray[Any], texts: NDArray[Any]) -> Float64:
+    """CLIPScore f64 [N]: 100 * max(cos, 0) of image features [N, D] and text features [N, D].
+
+    Hessel et al. 2021 (arXiv 2104.08718), with w = 100 as in torchmetrics instead of 2.5.
+    """
+    return 100.0 * np.maximum(cosine(images, texts), 0.0)
+
+
+def preference_scores(images: NDArray[Any], texts: NDArray[Any], logit_scale: float) -> Float64:
+    """Preference f64 [N]: exp(logit_scale) * cos, as PickScore and HPSv2 compute it.
+
+    Kirstain et al. 2023 (arXiv 2305.01569), Wu et al. 2023 (arXiv 2306.09341).
+    """
+    return float(np.exp(logit_scale)) * cosine(images, texts)
+
+
+def cosine(x: NDArray[Any], y: NDArray[Any]) -> Float64:
+    """The cosine of each row of x [N, D] with that of y [N, D]."""
+    return np.asarray((normalise(x) * normalise(y)).sum(axis=1))

@@ -6,7 +6,7 @@ References are held-out and training pictures of an images artifact, as the VAE 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +18,8 @@ from artifacts.image_shards import Sample, read_tar
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Shard, Store
 from configs.settings.evaluate import Memorization
-from tasks.encode import transform
-from tasks.encode.transform import TransformSettings, bucket_sizes, is_holdout
+from tasks.encode import crop_to_bucket
+from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes, is_holdout
 from tasks.evaluate import distances, memorization, metrics
 from tasks.evaluate.draw import read_losses, read_pictures
 from tasks.evaluate.features import (
@@ -36,7 +36,7 @@ from tasks.evaluate.features import (
 )
 from tasks.evaluate.inception import Inception
 from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
+from tasks.evaluate.judges import Judge, Scores, clip_scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
 from tasks.progress import Report
 
@@ -99,14 +99,14 @@ def find_pictures(
 
 
 def _transformed(
-    sample: Sample, settings: TransformSettings, buckets: list[transform.Size]
+    sample: Sample, settings: TransformSettings, buckets: list[crop_to_bucket.Size]
 ) -> NDArray[np.uint8] | None:
     """The picture u8 [H, W, 3] as the VAE received it; None if the encode stage left it out."""
     try:
-        seen = transform.transform(
+        seen = crop_to_bucket.transform(
             sample.image, sample.source_sha256, sample.meta, settings, buckets
         )
-    except transform.BadSample:
+    except crop_to_bucket.BadSample:
         return None
     pixels = seen[0].pixels.transpose(1, 2, 0)
     return np.asarray(((pixels + 1.0) * 127.5).round().astype(np.uint8))
@@ -213,7 +213,7 @@ class MetricSuite:
         features, scores = self._look(store, drawn, model, progress)
         count = self.resampling.count  # with a large encoder's features, this takes some seconds
         log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
-        similarity = distances.clip_scores(features[CLIP], self.text_features)
+        similarity = clip_scores(features[CLIP], self.text_features)
         every = self._of_pictures(range(len(self.prompts)))
         whole = {metrics.CLIP_SCORE: distances.mean(similarity, every)}
         estimates = whole | self._by_set(metrics.CLIP_SCORE, similarity)

@@ -31,7 +31,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate import distances, memorization
 from tasks.evaluate.features import Clip, Float32
-from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
+from tasks.evaluate.judges import clip_scores, judge_names, judge_pictures, open_judges
 from tasks.panels import human
 
 MODELS = ("base", "tuned", "champion")
@@ -305,7 +305,7 @@ class SampleScorer:
         """
         whole = np.asarray(Image.open(io.BytesIO(strip)).convert("RGB"))
         pictures = np.stack(np.split(whole, len(self._prompts), axis=1))
-        scores = distances.clip_scores(self._clip.images(pictures), self._texts)
+        scores = clip_scores(self._clip.images(pictures), self._texts)
         judged = judge_pictures(self._judges, pictures, self._prompts)
         means = {name: float(judgements.mean()) for name, judgements in judged.items()}
         return {CLIP_SCORE: float(scores.mean()), **means}

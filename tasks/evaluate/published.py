@@ -30,6 +30,7 @@ from configs.errors import Away, Refused
 from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
 from tasks import build_or_reuse as stage
+from tasks.child_process import run_job
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Estimates, from_npz
 from tasks.evaluate.draw import EvalModel, RunJob, digest_eval_model, digest_pipeline
@@ -38,7 +39,6 @@ from tasks.evaluate.measure import MetricSuite, memory_released
 from tasks.evaluate.metrics import with_ranges
 from tasks.evaluate.stage import Measurement, read_estimates
 from tasks.progress import Progress
-from tasks.run_job import run_job
 from tasks.trained_weights import TrainedWeights
 
 

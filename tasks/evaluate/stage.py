@@ -19,11 +19,12 @@ from configs.settings.evaluate import Evaluate, PreferenceModel
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
-from runtimes.sample import conditioning
+from runtimes.sample import sampling_inputs
 from tasks.build_or_reuse import BOOTSTRAP, GRID, METRICS, Stage
+from tasks.child_process import run_job
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import tell_cut_prompts
-from tasks.encode.transform import TransformSettings
+from tasks.encode.crop_to_bucket import TransformSettings
 from tasks.evaluate import draw, measure, metrics
 from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
@@ -33,7 +34,6 @@ from tasks.evaluate.memorization import closest_pairs, copies_table, render_pair
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
-from tasks.run_job import run_job
 from tasks.trained_weights import local_weights
 
 PAIRS = "closest_pairs.png"
@@ -80,9 +80,9 @@ def check(recipe: Recipe) -> None:
 def check_drawn_size(settings: Evaluate, base: Base) -> None:
     """Raise Refused for a picture size that the model or a judge does not support."""
     sides = {"height": settings.height, "width": settings.width}
-    conditioning.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
+    sampling_inputs.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
     scale = base.encoders["vae_scale_factor"]
-    size = conditioning.image_size(sides, base.family, base.denoiser, scale)
+    size = sampling_inputs.image_size(sides, base.family, base.denoiser, scale)
     for judge in settings.judges:
         side = None if isinstance(judge, PreferenceModel) else JUDGES[judge].side
         if side is not None and size != (side, side):

@@ -15,7 +15,7 @@ from runtimes.detect_hardware import find_gpus
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks.download.shard import STAGE as DOWNLOAD
-from tasks.encode.transform import STAGE as ENCODE
+from tasks.encode.crop_to_bucket import STAGE as ENCODE
 from tasks.plan.gpu import TYPICAL_MFU, memory_of
 from tasks.plan.plan import estimate_disk
 from tasks.progress import bytes_in_words

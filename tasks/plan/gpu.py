@@ -1,7 +1,7 @@
 """Plan training on a GPU without the GPU: peak memory, what would make it fit, time and cost.
 
 Separate processes run the step of a recipe and its variants on fake tensors
-(runtimes/torch/gpu_plan.py). The store caches their results by the content of the requests.
+(runtimes/torch/gpu_step_memory.py). The store caches their results by the content of the requests.
 
 `recipe_memory.json` has plans of the shipped recipes for runtime torch, computed ahead. A plan
 takes up to a minute; `kiln doctor` reads this file instead. `python -m bench.recipe_memory --write`
@@ -32,7 +32,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, ask
-from runtimes.sample.conditioning import image_size
+from runtimes.sample.sampling_inputs import image_size
 from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec
 from tasks.evaluate.metrics import sample_prompts
 from tasks.plan.plan import Say, TrainingPlan, cache_key, checkpoint_bytes, load_or_compute
@@ -89,7 +89,7 @@ class Planner:
             dtype = request.sampling_dtype
             what = "a training step" if dtype is None else f"drawing pictures in {dtype}"
             self._say(f"computing the memory of {what}: seconds to a minute")
-            answer = ask("-m", "runtimes.torch.gpu_plan", json.dumps(asdict(request)))
+            answer = ask("-m", "runtimes.torch.gpu_step_memory", json.dumps(asdict(request)))
             self.seconds += answer["seconds"]
             return answer
 

@@ -21,7 +21,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config
 from runtimes.process.questions import StepCost, TpuStepRequest, ask
-from runtimes.spmd.slices import TpuSlice, check_training, parse_slice
+from runtimes.spmd.tpu_sharding import TpuSlice, check_training, parse_slice
 from tasks.plan.plan import Say, TrainingPlan, cache_key, load_or_compute, open_configs
 
 #: Increment when the compiled step or the values read from the compiler change.

@@ -161,8 +161,9 @@ def register(
         start: the version that must still be the champion; None: do not check.
 
     Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
-    this call made it the champion}. After a rollback the champion may be another version. An error
-    in the report, or after the promotion, is logged.
+    this call made it the champion, "hub": the repository, "metrics" and "differences"}. After a
+    rollback the champion may be another version. An error in the report, or after the promotion,
+    is logged.
 
     Raises:
         Away: the gate compared with another champion, or another run's

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
-from tasks.encode.transform import settings_for_key
+from tasks.encode.crop_to_bucket import settings_for_key
 from tasks.publish.promotion_gate import needs_champion
 from tasks.publish.registry import Registry
 from tasks.publish.stage import registry_of

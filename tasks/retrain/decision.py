@@ -29,7 +29,7 @@ from runtimes.objective.noise_schedule import FLOW, is_flow
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.build_or_reuse import GATE, GRID, METRICS, Stage
-from tasks.encode import transform as encode
+from tasks.encode import crop_to_bucket as encode
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.stage import show_closest_pairs
 from tasks.panels import Facts, Panel, PicturePanel, Table

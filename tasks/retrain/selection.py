@@ -33,7 +33,7 @@ from tasks.download import shard_plan
 from tasks.download.rows import shard_ends
 from tasks.download.shard import STAGE as DOWNLOAD
 from tasks.download.shard import shard_key
-from tasks.encode.transform import STAGE, VERSION
+from tasks.encode.crop_to_bucket import STAGE, VERSION
 from tasks.retrain.champion import Champion
 
 Rows = dict[bytes, shard_plan.Span]  # row hash -> its place in the source

@@ -81,6 +81,10 @@ def test_documented_recipes_exist() -> None:
         ({"name.x": 1}, "name is a value, not a section"),
         ({"source.kind": "ftp"}, "source.kind: 'ftp' is unknown (there are: "),
         ({"source.kind": "folders"}, "'folders' is unknown (did you mean folder?)"),
+        (  # a set of prompts may be called source
+            {"evaluate.prompts.source.promts": ["a"], "source": {"kind": "folders"}},
+            "promts: unknown setting (did you mean evaluate.prompts.source.prompts?)",
+        ),
         ({"publish.gate": "cmmd < base"}, "publish.gate: it takes a list, such as [a, b] (got"),
         ({"evaluate.prompts.new": ["a"]}, "evaluate.prompts.new: it takes a section, such as {"),
         ({"train.fsdp": True}, "train: fsdp must be a number, not true"),

@@ -12,7 +12,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import BestCheckpoint
 from tasks import download, train
-from tasks.encode import transform as encode
+from tasks.encode import crop_to_bucket as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish
 

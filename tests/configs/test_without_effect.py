@@ -7,7 +7,7 @@ import pytest
 
 from configs.load_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe, with_defaults_without_effect
-from tasks.encode import transform as encode
+from tasks.encode import crop_to_bucket as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish
 

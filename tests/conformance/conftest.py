@@ -26,8 +26,8 @@ from runtimes.families import FAMILIES
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
-from runtimes.torch_models.encoders import Embeds
-from tasks import run_job
+from runtimes.torch_models.vae_text_encoders import Embeds
+from tasks import child_process
 from tasks.encode.stage import EncodeStage
 from tasks.progress import Progress
 
@@ -72,7 +72,7 @@ class Subject:
         """The same as a stage does it: in a process of its own. Raises what run_job does."""
         events: list[dict[str, Any]] = []
         with chips.standing_in(self.name):
-            run_job.run_job(job, events.append)
+            child_process.run_job(job, events.append)
         return _step_of_start(events)
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ def _encode(folder: Path, model: Path) -> str:
     draft = store.draft(KeyParts("encode", 1, {}, {}))
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.encode.encoders.open_encoder", Drawn)
+        patch.setattr("tasks.encode.encoder_processes.open_encoder", Drawn)
         stage = EncodeStage(recipe, found, Base.open(model))
         draft.commit(stage.build(draft, Progress("encode")), {})
     return draft.uri

@@ -18,8 +18,8 @@ from jobs import loader_of
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
+from runtimes.learning_rate import learning_rate
 from runtimes.process.job import TrainJob
-from runtimes.train.training_loop import learning_rate
 
 Weights = dict[str, NDArray[np.float32]]
 Figures = dict[str, float]  # of a step: loss, and grad_norm before clipping

@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Running
 from prefect_server import Server
 
-from flows.logs_cancellation import _ended, _is_due
-from tasks.run_job import stopping
+from flows.flow_process import _ended, _is_due
+from tasks.child_process import stopping
 
 #: A run of a deployment, or of none, without a worker.
 PROGRAM = """
@@ -29,14 +29,14 @@ from functools import partial
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
-from flows import logs_cancellation
-from flows.logs_cancellation import prepare_process
-from tasks import run_job
+from flows import flow_process
+from flows.flow_process import prepare_process
+from tasks import child_process
 
 JOB = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(3)"
 
-logs_cancellation.POLL_SECONDS = 0.2
-logs_cancellation.WORKER_SECONDS = float(sys.argv[2])
+flow_process.POLL_SECONDS = 0.2
+flow_process.WORKER_SECONDS = float(sys.argv[2])
 
 def interrupted(job):
     raise KeyboardInterrupt
@@ -48,10 +48,10 @@ def sleeper():
     job.stdout.readline()
     print(runtime.flow_run.id, flush=True)
     if len(sys.argv) > 4:
-        stop = partial(run_job._stop, job, grace_seconds=30)
+        stop = partial(child_process._stop, job, grace_seconds=30)
         with suppress(KeyboardInterrupt):
-            run_job._wait = interrupted
-            run_job.wait_for_result(job, None, [], stop, job.kill)
+            child_process._wait = interrupted
+            child_process.wait_for_result(job, None, [], stop, job.kill)
         print("its job ended with", job.returncode, flush=True)
     time.sleep(float(sys.argv[3]))
 
@@ -155,7 +155,7 @@ def test_a_run_that_ends_while_the_server_is_told_gets_no_signal(
     run, signals = FlowRun(flow_id=uuid4(), state=Running()), list[int]()
     told: Any = SimpleNamespace(set_flow_run_state=lambda *_, **__: stopping.set())
     away = SimpleNamespace(getpid=os.getpid, kill=lambda _, number: signals.append(number))
-    monkeypatch.setattr("flows.logs_cancellation.os", away)
+    monkeypatch.setattr("flows.flow_process.os", away)
     try:
         assert not _ended(told, run, Cancelling())
     finally:

@@ -10,7 +10,7 @@ import pytest
 from prefect.logging.loggers import flow_run_logger, task_run_logger
 
 from configs.errors import Failed, Refused
-from flows.logs_cancellation import log_to_prefect
+from flows.flow_process import log_to_prefect
 from tasks.build_or_reuse import failing
 
 RUN: Any = SimpleNamespace(

@@ -98,7 +98,7 @@ def test_a_secret_that_prefect_has_stored_is_refused(overrides: dict[str, Any]) 
 def test_every_flow_refuses_a_secret_that_is_not_hidden(
     flow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.logs_cancellation.prepare_process", lambda: None)
+    monkeypatch.setattr("flows.flow_process.prepare_process", lambda: None)
     name = next(n for n in ("overrides", "settings") if n in flow.parameters.properties)
     others = {"model": "digits", "stage": "train", "key": "", "before": {}}
     given = {key: value for key, value in others.items() if key in flow.parameters.properties}

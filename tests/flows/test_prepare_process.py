@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import os, signal, sys, time, weakref
 from prefect.utilities.engine import capture_sigterm
-from flows.logs_cancellation import prepare_process
+from flows.flow_process import prepare_process
 
 class Collected:
     pass
@@ -45,7 +45,7 @@ ORPHAN = """
 import logging, sys, threading
 from pathlib import Path
 from prefect.logging.configuration import setup_logging
-from flows.logs_cancellation import prepare_process
+from flows.flow_process import prepare_process
 
 setup_logging()
 prepare_process()

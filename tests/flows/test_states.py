@@ -137,7 +137,7 @@ def test_a_run_ends_after_its_last_stage(
             yield Completed(data=StageResult(stage, "", "", "", "built", 0.0, facts))
 
     monkeypatch.setattr(finetune, "prepare", lambda *_, **__: run)
-    monkeypatch.setattr(finetune.logs_cancellation, "prepare_process", lambda: None)
+    monkeypatch.setattr(finetune.flow_process, "prepare_process", lambda: None)
     monkeypatch.setattr(finetune, "stages_of", stages)
     report = finetune.finetune.fn("digits", {}, until)
     assert begun == list(report["stages"]) == list(STAGES[: 1 + STAGES.index(until)])

@@ -22,7 +22,7 @@ from configs.settings.train import Train
 from runtimes.families import family_named
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EVENT_FD, TrainJob, write_job
-from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.vae_text_encoders import Encoder
 
 TOKENS, PROMPT_DIM, POOLED_DIM = 6, 64, 24
 INFO = {

@@ -12,7 +12,7 @@ from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam.workers import Workers, beam_options, check_workers, workers_of
-from tasks.encode.transform import settings_for_key as encode_settings_for_key
+from tasks.encode.crop_to_bucket import settings_for_key as encode_settings_for_key
 
 DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
 

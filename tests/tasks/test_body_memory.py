@@ -9,7 +9,7 @@ from fetching import fetcher_of
 from picture_server import picture
 from web_sites import reply, serving
 
-from tasks.download.fetch import Fetcher, run, shared
+from tasks.download.fetch_with_retries import Fetcher, run, shared
 from tasks.download.http import BodyMemory, FetchFailed, Room
 from tasks.download.politeness import AsyncClock
 from tasks.download.rows import Row

@@ -25,16 +25,16 @@ from artifacts import lock
 from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from runtimes.process.job import GenerateJob, TrainJob, write_job
-from tasks import run_job as tasks_run_job
+from tasks import child_process as tasks_run_job
 from tasks.build_or_reuse import storing
-from tasks.run_job import ChildOutput, JobFailed, run_job, wait_for_result
+from tasks.child_process import ChildOutput, JobFailed, run_job, wait_for_result
 
 #: Runs a job, prints its events, and exits with 130 at an interruption.
 STAGE = """
 import json, signal, sys
 from pathlib import Path
 from runtimes.process.job import read_job
-from tasks.run_job import run_job
+from tasks.child_process import run_job
 # A test run in background may have been started with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:

@@ -12,8 +12,8 @@ from kiln_command import ROOT, is_running
 from waiting import wait_until
 
 from configs.errors import Away
-from tasks import run_job
-from tasks.run_job import ConnectedProcess, ProcessLost
+from tasks import child_process
+from tasks.child_process import ConnectedProcess, ProcessLost
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -53,7 +53,7 @@ def test_a_closed_process_ends_by_itself(echo: ConnectedProcess) -> None:
 def test_a_process_that_does_not_end_is_killed(
     echo: ConnectedProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_job, "END_SECONDS", 0.1)
+    monkeypatch.setattr(child_process, "END_SECONDS", 0.1)
     os.kill(echo.pid, signal.SIGSTOP)
     assert echo.close() == -signal.SIGKILL
 
@@ -67,7 +67,7 @@ def test_a_collected_process_has_ended() -> None:
 
 def test_the_process_ends_when_its_parent_is_killed() -> None:
     script = (
-        "import time; from tasks.run_job import ConnectedProcess;"
+        "import time; from tasks.child_process import ConnectedProcess;"
         "process = ConnectedProcess('the echo', 'echo_process', sockets=2);"
         "print(process.pid, flush=True); time.sleep(600)"
     )

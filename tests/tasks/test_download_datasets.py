@@ -47,6 +47,14 @@ def test_a_dataset_has_embedded_pictures(tmp_path: Path) -> None:
     assert keys[0] == keys[1]
 
 
+def test_a_later_file_without_the_caption_column_is_refused(tmp_path: Path) -> None:
+    write_list(tmp_path / "train-0.parquet", [{"image": png(0), "text": "a fox"}])
+    write_list(tmp_path / "train-1.parquet", [{"image": png(1), "caption": "a cat"}])
+    recipe = make_recipe({"kind": "dataset", "path": str(tmp_path)})
+    with pytest.raises(Refused, match=r"caption_column: .*train-1\.parquet has no column 'text'"):
+        download.plan(recipe)
+
+
 @pytest.mark.parametrize("folder", ["train_pictures", "train"])
 def test_the_name_of_a_datasets_folder_selects_no_split(tmp_path: Path, folder: str) -> None:
     place = tmp_path / folder

@@ -25,7 +25,7 @@ from tasks import download
 from tasks.download import DownloadStage
 from tasks.download.data_quality import DownloadStatistics
 from tasks.download.decode import img2dataset_resizer
-from tasks.encode.transform import bucket_sizes, transform
+from tasks.encode.crop_to_bucket import bucket_sizes, transform
 from tasks.panels import PicturePanel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]

@@ -14,8 +14,8 @@ from encoder_inputs import BUCKETS, SQUARE, gradient
 
 from artifacts.image_shards import Sample
 from artifacts.records import digest_bytes
+from tasks.encode.crop_to_bucket import bucket_sizes
 from tasks.encode.shard import ShardEncoder, decoded_batches
-from tasks.encode.transform import bucket_sizes
 
 
 def _samples(count: int) -> list[Sample]:

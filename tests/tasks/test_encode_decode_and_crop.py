@@ -13,7 +13,7 @@ from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.data import Download
 from tasks.download.decode import PictureResizer, Resized
-from tasks.encode.transform import (
+from tasks.encode.crop_to_bucket import (
     BadSample,
     TransformSettings,
     bucket_sizes,
@@ -209,7 +209,7 @@ def test_a_picture_that_cannot_be_decoded_for_want_of_memory_is_no_bad_one(
     def lack(size: int) -> None:
         raise MemoryError(size)
 
-    monkeypatch.setattr("tasks.encode.transform.check_memory", lack)
+    monkeypatch.setattr("tasks.encode.crop_to_bucket.check_memory", lack)
     with pytest.raises(MemoryError):
         _apply(gradient(50, 50)[:-40], SQUARE)
 

@@ -20,7 +20,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from artifacts.models import digest_model
 from configs.errors import Refused
 from runtimes.pipeline_folder.folder import Base
-from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
 
 pytestmark = pytest.mark.slow

@@ -14,10 +14,10 @@ from artifacts.records import digest_bytes
 from artifacts.store import Shard, Store
 from configs.errors import Away
 from runtimes.process.job import EncodeJob
+from tasks.child_process import ProcessLost
 from tasks.encode import encode_on_beam
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, _Placeholder, encode_shards
-from tasks.encode.encoders import EncoderPool, EncodingPlan
-from tasks.run_job import ProcessLost
+from tasks.encode.encoder_processes import EncoderPool, EncodingPlan
 
 pytestmark = pytest.mark.slow
 

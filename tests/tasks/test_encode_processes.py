@@ -22,9 +22,9 @@ from runtimes import registry as devices
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encoder_devices, interpreter
-from runtimes.torch_models.encoders import Encoder
-from tasks.encode.encoders import EncoderProcess, EncodingPlan
-from tasks.run_job import ProcessLost
+from runtimes.torch_models.vae_text_encoders import Encoder
+from tasks.child_process import ProcessLost
+from tasks.encode.encoder_processes import EncoderProcess, EncodingPlan
 
 CAPTIONS = ["a red cat", "", "a dog"]
 

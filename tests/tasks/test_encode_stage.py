@@ -29,13 +29,13 @@ from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
-from runtimes.torch_models.encoders import Encoder
-from tasks.encode import encoders as encode_encoders
+from runtimes.torch_models.vae_text_encoders import Encoder
+from tasks.encode import encoder_processes as encode_encoders
 from tasks.encode import stage as encode
+from tasks.encode.crop_to_bucket import TransformSettings
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask
-from tasks.encode.encoders import EncoderPool, EncodingPlan
+from tasks.encode.encoder_processes import EncoderPool, EncodingPlan
 from tasks.encode.shard import ShardEncoder
-from tasks.encode.transform import TransformSettings
 from tasks.plan.plan import caption_bytes
 
 pytestmark = pytest.mark.slow
@@ -287,13 +287,13 @@ def test_sd3_shards_hold_what_its_pipeline_would_encode(
 
 def test_settings_without_effect_on_latents_are_not_in_the_key(tiny_sdxl: Path) -> None:
     settings = [
-        encode.transform.settings_for_key(encode_recipe("s", tiny_sdxl, **settings))
+        encode.crop_to_bucket.settings_for_key(encode_recipe("s", tiny_sdxl, **settings))
         for settings in ({}, {"max_bad": 0.9}, {"device": "cuda"}, {"processes": 2})
     ]
     assert all(s == settings[0] for s in settings)
     for changed in ({"seed": 3}, {"batch_size": 2}):
         assert (
-            encode.transform.settings_for_key(encode_recipe("s", tiny_sdxl, **changed))
+            encode.crop_to_bucket.settings_for_key(encode_recipe("s", tiny_sdxl, **changed))
             != settings[0]
         )
 

@@ -27,6 +27,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, Job
 from runtimes.sample.generate_job import generate
 from runtimes.torch import device
+from tasks.child_process import run_job
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate import draw
 from tasks.evaluate import metrics as evaluate_metrics
@@ -38,7 +39,6 @@ from tasks.evaluate.metrics import metric_names
 from tasks.evaluate.stage import EvaluateStage
 from tasks.panels import Table
 from tasks.progress import Progress
-from tasks.run_job import run_job
 
 pytestmark = pytest.mark.slow
 

@@ -46,7 +46,6 @@ from configs.load_recipe import load_recipe
 from configs.settings.evaluate import PreferenceModel
 from demo import captions, dataset
 from demo.captions import NEW_STYLE, style_index
-from tasks.evaluate.distances import clip_scores, cosine
 from tasks.evaluate.features import (
     Clip,
     Pixels,
@@ -56,7 +55,7 @@ from tasks.evaluate.features import (
     digest_image_encoder,
     open_image_encoder,
 )
-from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
+from tasks.evaluate.judges import clip_scores, cosine, judge_names, judge_pictures, open_judges
 from tasks.evaluate.metrics import SampleScorer
 from tasks.evaluate.stage import check
 

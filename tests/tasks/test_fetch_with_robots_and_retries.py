@@ -13,7 +13,7 @@ from picture_server import picture
 from web_sites import Site, reply, serving
 
 from configs.settings.data import Download
-from tasks.download.fetch import Fetcher, run, user_agent
+from tasks.download.fetch_with_retries import Fetcher, run, user_agent
 from tasks.download.http import FetchFailed
 from tasks.download.http import _Socket as MadeSocket
 from tasks.download.lists import ServedAt

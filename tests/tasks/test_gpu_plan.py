@@ -23,7 +23,7 @@ HOST = 64 * GIB
 
 
 class Steps:
-    """Answers requests as gpu_plan.py would for a model of 1 GiB, and records them.
+    """Answers requests as gpu_step_memory.py would for a model of 1 GiB, and records them.
 
     A picture needs 2 GiB of activations, or a quarter of it if they are recomputed. An adapter has
     no trained state to speak of.
@@ -33,7 +33,7 @@ class Steps:
         self.asked: list[dict[str, Any]] = []
 
     def __call__(self, option: str, module: str, text: str) -> dict[str, Any]:
-        assert (option, module) == ("-m", "runtimes.torch.gpu_plan")
+        assert (option, module) == ("-m", "runtimes.torch.gpu_step_memory")
         request = json.loads(text)
         self.asked.append(request)
         train, sampling = request["train"], request["sampling_dtype"] is not None
@@ -357,11 +357,10 @@ def test_a_run_starts_if_it_cannot_be_planned(
     tiny_sd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> dict[str, Any]:
-        raise Unanswered("runtimes.torch.gpu_plan", 1, "no such operator")
+        raise Unanswered("runtimes.torch.gpu_step_memory", 1, "no such operator")
 
     monkeypatch.setattr("tasks.plan.gpu.ask", fail)
     check_fits(make_recipe(tiny_sd, tmp_path), Base.open(tiny_sd), 20 * GIB, HOST, small=0)
-    assert (
-        "the memory of training is unknown: runtimes.torch.gpu_plan ended with 1: no such operator"
-        in caplog.text
-    )
+    module = "runtimes.torch.gpu_step_memory"
+    words = f"the memory of training is unknown: {module} ended with 1: no such operator"
+    assert words in caplog.text

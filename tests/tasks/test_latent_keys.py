@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.settings.data import Encode
-from tasks.encode.transform import TransformSettings, shard_key
+from tasks.encode.crop_to_bucket import TransformSettings, shard_key
 
 SETTINGS = TransformSettings(64, False, 16, 2.0, "center", False, 0, 0.1, 10**6)
 GIVEN: dict[str, Any] = {

@@ -16,11 +16,12 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.records import Damaged, digest_bytes
 from artifacts.store import Artifact, KeyParts, Shard, Store
 from configs.settings.evaluate import Memorization
-from tasks.encode.transform import TransformSettings, is_holdout
+from tasks.encode.crop_to_bucket import TransformSettings, is_holdout
 from tasks.evaluate import draw
-from tasks.evaluate.distances import Resampling, clip_scores, cmmd, frechet, kid
+from tasks.evaluate.distances import Resampling, cmmd, frechet, kid
 from tasks.evaluate.draw import _commit
 from tasks.evaluate.features import Clip, Float32, Pixels, ReferenceFeatures, reference_features
+from tasks.evaluate.judges import clip_scores
 from tasks.evaluate.measure import LIMIT, MetricSuite, find_pictures, reference_pictures
 from tasks.evaluate.memorization import closest_pairs
 from tasks.evaluate.stage import _grid

@@ -16,7 +16,7 @@ from multidict import MultiDict
 from web_sites import Site
 
 from configs.settings.data import Download
-from tasks.download.fetch import Fetcher, run
+from tasks.download.fetch_with_retries import Fetcher, run
 from tasks.download.http import Admit, Deadline, FetchFailed, parse_url
 from tasks.download.lists import ServedAt
 from tasks.download.politeness import AsyncClock, HostLimits

@@ -22,7 +22,7 @@ from flows.retrain import one_at_a_time
 from flows.run import Run
 from flows.store_commands import collect_garbage
 from tasks.build_or_reuse import StageResult, build_or_reuse
-from tasks.encode.transform import settings_for_key
+from tasks.encode.crop_to_bucket import settings_for_key
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish import stage as publish
 from tasks.publish.register import register

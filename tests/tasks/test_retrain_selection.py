@@ -21,7 +21,7 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
-from tasks.encode.transform import STAGE
+from tasks.encode.crop_to_bucket import STAGE
 from tasks.retrain import decision
 from tasks.retrain import selection as retrain_selection
 

@@ -20,7 +20,7 @@ from multidict import MultiMapping
 from web_sites import answering, reply, serving
 
 from configs.settings.data import Download
-from tasks.download.fetch import run
+from tasks.download.fetch_with_retries import run
 from tasks.download.http import Deadline, FetchFailed, SafeHttpClient, is_public
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -8,7 +8,7 @@ from loopback_server import refusing
 from web_sites import reply, serving
 
 from configs.settings.data import Download
-from tasks.download.fetch import Fetcher
+from tasks.download.fetch_with_retries import Fetcher
 from tasks.download.http import FetchFailed
 from tasks.download.lists import ServedAt
 from tasks.download.politeness import DeadHosts, is_outage

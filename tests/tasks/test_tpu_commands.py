@@ -14,7 +14,7 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Tpu
 from configs.settings.train import Train
 from configs.settings.train_parts import Wandb
-from runtimes.spmd.slices import parse_accelerator_type
+from runtimes.spmd.tpu_sharding import parse_accelerator_type
 from tasks import tpu as tasks_tpu
 from tasks.tpu import Slice, pack_code
 

@@ -14,7 +14,7 @@ from configs.errors import Away
 from configs.settings.recipe import Tpu
 from runtimes.process.job import TrainJob
 from tasks import tpu as gcloud
-from tasks.run_job import JobFailed, JobStopped
+from tasks.child_process import JobFailed, JobStopped
 from tasks.tpu import Slice
 
 OWNER = hashlib.sha256(b"gs://bucket/run").hexdigest()[:20]  # of Cloud.job

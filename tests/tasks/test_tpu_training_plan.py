@@ -23,7 +23,7 @@ from configs.settings.train import Train
 from flows.show_plan import show_plan
 from runtimes.jax.tpu_step_memory import LEAST_EFFORT, _compile, _refused
 from runtimes.process.questions import StepCost
-from runtimes.spmd.slices import parse_slice
+from runtimes.spmd.tpu_sharding import parse_slice
 from tasks.plan import tpu
 from tasks.plan.tpu import Size, _largest, _size
 
@@ -285,7 +285,7 @@ def test_the_compiler_of_training_decides_what_does_not_fit() -> None:
 
 MESHES = """
 import sys
-from runtimes.spmd.slices import parse_slice
+from runtimes.spmd.tpu_sharding import parse_slice
 from runtimes.jax.tpu_step_memory import _devices
 for words in sys.argv[1:]:
     name, _, fsdp = words.partition(":")
@@ -302,7 +302,7 @@ import sys
 import jax
 from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
-from runtimes.spmd.slices import parse_slice
+from runtimes.spmd.tpu_sharding import parse_slice
 from runtimes.jax.tpu_step_memory import _cost, _devices, _refused
 for name in sys.argv[1:]:
     where = parse_slice(name)
@@ -333,7 +333,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
-from runtimes.spmd.slices import parse_slice
+from runtimes.spmd.tpu_sharding import parse_slice
 from runtimes.jax.tpu_step_memory import _devices
 for name in sys.argv[1:]:
     _, devices = _devices(parse_slice(name))

@@ -10,7 +10,7 @@ from waiting import wait_until
 
 from artifacts.latent_shards import open_latents
 from runtimes.data import shard_cache
-from runtimes.data.bucketed_sample_order import Order
+from runtimes.data.sample_order import Order
 from runtimes.data.shard_cache import ShardFiles
 
 WriteLatents = Callable[..., str]

@@ -13,8 +13,8 @@ from property_tests import holds_for
 
 from artifacts.latent_shards import open_latents
 from runtimes.contract import StepBatch
-from runtimes.data.bucketed_sample_order import Order, SampleIndex
 from runtimes.data.loader import BatchReader, Loader, batch_number
+from runtimes.data.sample_order import Order, SampleIndex
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import LatentScale, Objective

@@ -21,7 +21,7 @@ from training import losses, roll_back, train, weights
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
-from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.vae_text_encoders import Encoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plugged_in")]
 PROMPTS = ("a red cat", "a hill", "two dogs")

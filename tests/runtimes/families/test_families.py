@@ -17,9 +17,9 @@ from configs.errors import Refused
 from runtimes.families import FAMILIES, Captioned, Family, detect_family
 from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import weight_files
-from runtimes.torch_models.encoders import Encoder, encode_ids, encode_in_step
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
 from runtimes.torch_models.network import Network
+from runtimes.torch_models.vae_text_encoders import Encoder, encode_ids, encode_in_step
 
 CAPTIONS = ["a cat", "", "Déjà vu"]
 SAMPLE = LatentSample(

@@ -36,7 +36,7 @@ from jobs import MakeJob, trained
 from runtimes.adapters.lora_files import LORA_WEIGHTS, read_adapters
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
-from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.vae_text_encoders import Encoder
 from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 

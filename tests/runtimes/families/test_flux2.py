@@ -13,7 +13,7 @@ from flow_families_of_diffusers import FLUX2
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import ResolutionShift
 from runtimes.pipeline_folder.folder import Base
-from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.vae_text_encoders import Encoder
 
 pytestmark = pytest.mark.slow
 

@@ -18,15 +18,15 @@ from artifacts.latent_shards import LatentShard, from_bfloat16
 from artifacts.records import digest_bytes
 from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.families.extra_inputs import ExtraInputs, added_weights
+from runtimes.families.inpainting_aesthetics import ExtraInputs, added_weights
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base, read_config, trained_config
 from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
-from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.loading import load_denoiser
+from runtimes.torch_models.vae_text_encoders import Encoder
+from tasks.encode.crop_to_bucket import TransformSettings, draw_mask
 from tasks.encode.shard import ShardEncoder
-from tasks.encode.transform import TransformSettings, draw_mask
 from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow

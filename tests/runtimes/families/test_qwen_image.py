@@ -11,7 +11,7 @@ from flow_families import assert_latents_of_vae
 from flow_families_of_diffusers import PROMPTS
 
 from runtimes.pipeline_folder.folder import Base
-from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.vae_text_encoders import Encoder
 
 pytestmark = pytest.mark.slow
 

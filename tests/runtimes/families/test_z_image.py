@@ -16,8 +16,8 @@ from artifacts.latent_shards import LatentShard, Texts, to_bfloat16, write_laten
 from runtimes.families import FAMILIES
 from runtimes.families.family import token_mask
 from runtimes.pipeline_folder.folder import Base
-from runtimes.torch_models.encoders import Encoder
-from tasks import run_job
+from runtimes.torch_models.vae_text_encoders import Encoder
+from tasks import child_process
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_two_processes_train_as_one(z_image_job: MakeJob, tiny_z_image: Path, fs
     one = z_image_job(tiny_z_image, "one", **settings)
     train(one)
     two = z_image_job(tiny_z_image, "two", **settings, processes=2, fsdp=fsdp)
-    run_job.run_job(two, lambda event: None)
+    child_process.run_job(two, lambda event: None)
     for name in ("loss", "grad_norm"):
         found, expected = ([line[name] for line in history(job)] for job in (two, one))
         assert found == pytest.approx(expected, rel=1e-5)
@@ -97,7 +97,7 @@ def test_shards_gathered_in_bfloat16_train_as_whole_weights(
     settings |= {"max_grad_norm": None, "learning_rate": 1e-2}
     jobs = [z_image_job(tiny_z_image, f"{n}", **settings, fsdp=n) for n in (1, "all")]
     for job in jobs:
-        run_job.run_job(job, lambda event: None)
+        child_process.run_job(job, lambda event: None)
     whole, shards = map(history, jobs)
     assert [line["loss"] for line in shards] == [line["loss"] for line in whole]
     for line, expected in zip(shards, whole, strict=True):

@@ -11,9 +11,9 @@ from kiln_command import ROOT
 
 from runtimes.process.job import EncodeJob
 from runtimes.registry import RUNTIMES, _query, has_own_environment, interpreter
-from tasks.encode.encoders import EncoderProcess, EncodingPlan
-from tasks.encode.transform import TransformSettings
-from tasks.run_job import run_job
+from tasks.child_process import run_job
+from tasks.encode.crop_to_bucket import TransformSettings
+from tasks.encode.encoder_processes import EncoderProcess, EncodingPlan
 
 SQUARE = TransformSettings(32, False, 64, 2.0, "center", False, 0, 0.0, 10**6)
 #: Modules of ours, and two that we import, by whose names a user's project may have its own.

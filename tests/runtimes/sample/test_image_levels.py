@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from configs.errors import Refused
-from runtimes.sample.conditioning import image_levels
+from runtimes.sample.sampling_inputs import image_levels
 
 
 def test_levels_are_the_nearest_of_256() -> None:

@@ -8,8 +8,8 @@ import pytest
 from jobs import SAMPLER
 
 from runtimes.pipeline_folder.folder import Base
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner
-from runtimes.torch_models.encoders import Encoder
+from runtimes.sample.sampling_inputs import ConditionedNoise, Conditioner
+from runtimes.torch_models.vae_text_encoders import Encoder
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")
 

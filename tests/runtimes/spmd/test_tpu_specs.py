@@ -3,7 +3,7 @@
 import pytest
 
 from configs.errors import Refused
-from runtimes.spmd.slices import parse_slice, peak_of
+from runtimes.spmd.tpu_sharding import parse_slice, peak_of
 
 
 @pytest.mark.parametrize(

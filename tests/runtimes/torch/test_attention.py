@@ -13,7 +13,7 @@ from transformers import CLIPTextModel
 from configs.errors import Refused
 from runtimes.families import family_named
 from runtimes.torch.kernels import FLASH_3, attention_kernel, check_attention
-from runtimes.torch_models.encoders import KERNELS, FrozenTextEncoders, encode_ids
+from runtimes.torch_models.vae_text_encoders import KERNELS, FrozenTextEncoders, encode_ids
 
 #: Operators with the names and arguments of FlashAttention 3.
 FLASH_ATTENTION_3 = """

@@ -22,7 +22,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.questions import GpuStepRequest, StepMemory
 from runtimes.process.questions import ask as ask_process
-from runtimes.torch.gpu_plan import cuda_on_cpu, step_memory
+from runtimes.torch.gpu_step_memory import cuda_on_cpu, step_memory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.network import FlopCounter, Network, sample_batch
 
@@ -280,7 +280,7 @@ def test_a_plan_leaves_the_operators_of_the_process_as_they_were() -> None:
 def test_the_module_answers_in_json_also_for_wrong_input(tiny_sdxl: Path, tmp_path: Path) -> None:
     def answer(model: Path) -> dict[str, Any]:
         request = json.dumps(asdict(GpuStepRequest(str(model), {}, 64)))
-        return ask_process("-m", "runtimes.torch.gpu_plan", request)
+        return ask_process("-m", "runtimes.torch.gpu_step_memory", request)
 
     assert StepMemory.from_json(answer(tiny_sdxl)).parameters > 0
     with pytest.raises(Refused, match=r"model_index\.json"):

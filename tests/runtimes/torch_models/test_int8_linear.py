@@ -10,9 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base
-from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.loading import Int8Linear
 from runtimes.torch_models.network import Network
+from runtimes.torch_models.vae_text_encoders import Encoder
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from diffusers.optimization import (
 from torch.optim.lr_scheduler import LRScheduler
 
 from configs.settings.train import Train
-from runtimes.train.training_loop import learning_rate
+from runtimes.learning_rate import learning_rate
 
 FALLING = ["linear", "cosine", "cosine_with_restarts", "polynomial"]
 SHAPE = {"steps": 50, "lr_warmup_steps": 10, "learning_rate": 0.5}

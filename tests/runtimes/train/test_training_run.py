@@ -31,7 +31,7 @@ from runtimes.train import training_loop, validation
 from runtimes.train.checkpoints import CheckpointError, Checkpoints, Saver
 from runtimes.train.throughput import Profiling
 from runtimes.train.training_loop import train
-from tasks.run_job import JobFailed, run_job
+from tasks.child_process import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
 

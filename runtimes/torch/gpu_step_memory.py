@@ -1,8 +1,8 @@
 """Plan a step for a GPU on a machine without one: memory and FLOPs by fake tensors.
 
-`python -P -m runtimes.torch.gpu_plan REQUEST` (JSON) prints one JSON object, a StepMemory. The step
-is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data. `LiveMemory`
-records which tensors live when, to compute the peak memory of a step for any batch size.
+`python -P -m runtimes.torch.gpu_step_memory REQUEST` (JSON) prints one JSON object, a StepMemory.
+The step is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data.
+`LiveMemory` records which tensors live when, to compute the peak memory for any batch size.
 
 PyTorch without CUDA cannot run autograd on fake CUDA tensors. A plan therefore uses fake CPU
 tensors, and lets them save for backward what CUDA tensors would: autocast for the CPU has other
@@ -37,9 +37,9 @@ from runtimes.torch.kernels import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step, Update, keep_channels_last
 from runtimes.torch_models.activation_memory import Inputs
-from runtimes.torch_models.encoders import vae_dtype
 from runtimes.torch_models.loading import Int8Linear, empty_text_encoder
 from runtimes.torch_models.network import Network, sample_batch
+from runtimes.torch_models.vae_text_encoders import vae_dtype
 
 _aten: Any = torch.ops.aten
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -280,6 +280,7 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     settings = Train(**request.train)
     network = Network.without_weights(request, base, settings)
     sizes = [parameter.numel() for parameter in network.trained().values()]
+    encoders = _encoders(base, settings.compute_dtype, network.parts)
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
     batch = _batch(request, base, network, text=network.encodes_text)
     live = LiveMemory(samples)
@@ -291,7 +292,7 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     return StepMemory(
         parameters=sum(sizes),
         weights=weights,
-        encoders=_encoders(base, settings.compute_dtype, network.parts),
+        encoders=encoders,
         optimizer=optimizer,
         optimizer_8bit=sum(map(_bytes_8bit, sizes)),
         ema=4 * (sum(sizes) + max(sizes)),

@@ -20,7 +20,6 @@ from kiln_command import ROOT, environment, is_running, processes_below, python
 from loopback_server import LoopbackServer
 
 from flows import run_in_terminal
-from flows import run_in_terminal as flows_runner
 from flows.command_errors import wrong_prefect_setting
 
 pytestmark = pytest.mark.slow
@@ -28,15 +27,15 @@ PATIENCE = 180  # seconds, for a machine that does much else
 
 PROGRAM = """
 from pathlib import Path
-from flows import runner
+from flows import run_in_terminal
 
 def show(*_, **__):
     from prefect.settings import get_current_settings
     print(get_current_settings().server.ephemeral.startup_timeout_seconds)
     raise SystemExit(0)
 
-runner.start_server = runner.check_server = show
-runner.run("finetune", as_json=False, recipe="digits", overrides={})
+run_in_terminal.start_server = run_in_terminal.check_server = show
+run_in_terminal.run("finetune", as_json=False, recipe="digits", overrides={})
 """
 PROFILE = """
 active = "team"
@@ -55,9 +54,9 @@ def test_the_own_servers_process_is_that_of_prefects_class(monkeypatch: pytest.M
         return SimpleNamespace(pid=0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(flows_runner, "_end_after_us", lambda pid: None)
+    monkeypatch.setattr(run_in_terminal, "_end_after_us", lambda pid: None)
     monkeypatch.setattr(server.SubprocessASGIServer, "_instances", {})
-    flows_runner._serve(8123)
+    run_in_terminal._serve(8123)
     server.SubprocessASGIServer(8123)._run_uvicorn_command()
     ours, theirs = started
     assert ours == theirs
@@ -83,15 +82,15 @@ with get_client(sync_client=True) as client:
 passed_on = get_current_settings().to_environment_variables(exclude_unset=True)
 print(passed_on["PREFECT_CLIENT_RETRY_EXTRA_CODES"])
 """
-BY_KILN = "from flows import runner\nrunner._prepare_prefect()"
+BY_KILN = "from flows import run_in_terminal\nrun_in_terminal._prepare_prefect()"
 
 
 #: A run with its own server, which comes to nothing.
 SERVING = """
 import time
-from flows import runner
-runner._prepare_prefect()
-runner.start_server()
+from flows import run_in_terminal
+run_in_terminal._prepare_prefect()
+run_in_terminal.start_server()
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -100,16 +99,16 @@ time.sleep(600)
 #: The start of a server, until its process would start.
 STARTING = """
 import sys
-from flows import runner
+from flows import run_in_terminal
 from flows.command_errors import wrong_prefect_setting
 
 def serve(port):
     print("prefect.server.api.server" in sys.modules)
     raise SystemExit
 
-runner._serve = serve
-runner._prepare_prefect()
-runner.start_server()
+run_in_terminal._serve = serve
+run_in_terminal._prepare_prefect()
+run_in_terminal.start_server()
 """
 
 

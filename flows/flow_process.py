@@ -30,7 +30,7 @@ from rich.console import Console
 
 from configs.errors import UserError
 from configs.secrets import redact_logs
-from tasks.run_job import stopping
+from tasks.child_process import stopping
 
 log = logging.getLogger("kiln")
 

@@ -18,8 +18,8 @@ from configs.errors import Refused
 from runtimes.contract import ImagesNotFinite
 from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.families import Family, family_named
-from runtimes.families.extra_inputs import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.families.family import token_mask
+from runtimes.families.inpainting_aesthetics import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.objective.noise_schedule import ResolutionShift, sampling_scheduler
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base
@@ -158,7 +158,7 @@ class Conditioner:
         Raises:
             Refused: the selected scheduler has no such table, or `eta` is not 0.
         """
-        from runtimes.torch_models.loading import make_scheduler  # MindSpore's lacks PyTorch
+        from runtimes.torch_models.loading import make_scheduler  # MindSpore's environment lacks it
 
         if sampler.get("eta"):
             raise Refused("eta: a tabulated scheduler draws no noise in its steps: set 0")

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.errors import Refused
-from runtimes.data.bucketed_sample_order import Bucket, Order, SampleIndex, evenly_spaced
+from runtimes.data.sample_order import Bucket, Order, SampleIndex, evenly_spaced
 
 SHARDS = [
     {"train/8x8": 7, "train/4x12": 2, "holdout/8x8": 3},

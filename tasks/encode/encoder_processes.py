@@ -1,8 +1,8 @@
 """Encoders: a process for each accelerator of a machine, its client, and encoders in the store.
 
-`python -P -m tasks.encode.encoders` is a process that encodes shards on one device. Requests and
-answers are JSON on a socket: paths of shards, never pixels or latents. So the process may run in
-another Python environment, and several processes share no interpreter lock.
+`python -P -m tasks.encode.encoder_processes` is a process that encodes shards on one device.
+Requests and answers are JSON on a socket: paths of shards, never pixels or latents. So the process
+may run in another Python environment, and several processes share no interpreter lock.
 
 Remote workers of a pipeline fetch its encoders from the store.
 """
@@ -33,9 +33,9 @@ from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
 from runtimes.registry import encoder_devices, encodes_in_subprocess, interpreter, open_encoder
 from tasks.build_or_reuse import storing
+from tasks.child_process import ConnectedProcess, ProcessLost
+from tasks.encode.crop_to_bucket import TransformSettings
 from tasks.encode.shard import ShardEncoder
-from tasks.encode.transform import TransformSettings
-from tasks.run_job import ConnectedProcess, ProcessLost
 
 #: Shards that a device process works on: one on the device, others being read and written.
 SHARDS_PER_DEVICE = 2
@@ -146,7 +146,9 @@ class EncoderProcess:
             ProcessLost if the process has ended.
     """
 
-    def __init__(self, plan: EncodingPlan, *, module: str = "tasks.encode.encoders") -> None:
+    def __init__(
+        self, plan: EncodingPlan, *, module: str = "tasks.encode.encoder_processes"
+    ) -> None:
         python = interpreter(plan.job.runtime)
         self.process = process = ConnectedProcess(
             "the encoder process", module, python=python, sockets=SHARDS_PER_DEVICE
