@@ -32,7 +32,8 @@ from runtimes.detect_hardware import collect_garbage_rarely
 
 FAILED = 1
 WRONG_INPUT = 2
-REJECTED = 3
+#: Report status -> exit code, of a model that the gate did not let pass.
+NOT_PUBLISHED = {"rejected": 3, "undecided": 4}
 INTERRUPTED = 130
 
 
@@ -293,7 +294,7 @@ def _run(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run a flow; a rejected model is an exit code.
+    """Run a flow; a model that the gate does not let pass is an exit code.
 
     Wrong input is reported before slow imports and servers.
     """
@@ -307,8 +308,8 @@ def _run(
     from flows.run_in_terminal import run
 
     report = run(flow, recipe=recipe, overrides=overrides, as_json=as_json, **options)
-    if report["status"] == "rejected":
-        raise typer.Exit(REJECTED)
+    if report["status"] in NOT_PUBLISHED:
+        raise typer.Exit(NOT_PUBLISHED[report["status"]])
 
 
 @app.command()

@@ -39,7 +39,7 @@ from tasks.train import TrainStage, check_epochs
 
 log = logging.getLogger("kiln")
 PUBLISHED = "kiln.model.published"
-REJECTED = "kiln.model.rejected"
+NOT_PUBLISHED = ("rejected", "undecided")  # outcomes of the gate
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
     stage.name: stage.show
@@ -92,12 +92,19 @@ def evaluate(
     """Measure the tuned model against its base, on the same prompts and noise.
 
     The champion is measured too, where a rule of the gate names it and it was measured otherwise.
+    Rounds of new pictures follow while the gate cannot tell, up to `evaluate.max_pictures`.
     """
     before = (images, latents, trained)
     pictures, encoded, tuned = (result.load(run.store) for result in before)
-    stage = EvaluateStage(run.eval_inputs(pictures, encoded), tuned)
-    result = run.build(stage, before)
-    _measure_champion(run, stage, result.load(run.store), before)
+    *earlier, last = run.rounds
+    for rounds in (*earlier, last):
+        stage = EvaluateStage(run.eval_inputs(pictures, encoded, rounds), tuned)
+        result = run.build(stage, before)
+        measured = result.load(run.store)
+        _measure_champion(run, stage, measured, before)
+        if rounds == last or not run.is_undecided(stage.data, tuned, measured, before):
+            break
+        log.info("evaluate: undecided after round %d of %d: drawing new pictures", rounds, last)
     return run.ended(result, stage.show)
 
 
@@ -130,7 +137,8 @@ def publish(
         check_start_is_champion(publication.registry_of(run.recipe), run.start, trained.digest)
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (result.load(run.store) for result in before)
-    metrics = run.champion_metrics(run.eval_inputs(pictures, encoded), measured, before[:3])
+    data = run.eval_inputs(pictures, encoded, measured.summary.get("rounds", 1))
+    metrics = run.champion_metrics(data, measured, before[:3])
     lineage = publication.lineage_of(pictures, encoded, tuned, measured)
     stage = publication.PublishStage(
         run.recipe, run.base, tuned, measured, run.force, lineage, metrics
@@ -149,16 +157,17 @@ def publish(
 
 def _rejected(run: Run, model: publication.PublishStage, rejection: publication.Rejected) -> Any:
     """Record the verdict with every number; the task's final state is completed, not failed."""
+    outcome = rejection.outcome
     verdict = run.build(publication.VerdictStage(model, rejection))
     log.warning("%s", rejection)
     show = publication.VerdictStage.show
-    run.show(model.name, "publish: rejected by the gate", lambda: show(verdict.load(run.store)))
+    run.show(model.name, f"publish: {outcome} by the gate", lambda: show(verdict.load(run.store)))
     verdicts = rejection.as_json()
-    emit_rejected(run.model_name, str(rejection), verdicts)
+    emit_rejected(run.model_name, str(rejection), verdicts, outcome)
     facts = {"gate": verdicts, "verdict": {"key": verdict.key, "uri": verdict.uri}}
     facts |= compared_metrics(rejection.measured)
-    result = replace(verdict, stage=model.name, outcome="rejected", facts=facts)
-    return Completed(name="Rejected", message=str(rejection), data=result)
+    result = replace(verdict, stage=model.name, outcome=outcome, facts=facts)
+    return Completed(name=outcome.title(), message=str(rejection), data=result)
 
 
 def emit_published(model: str, url: str, metrics: dict[str, Any]) -> None:
@@ -172,9 +181,14 @@ def emit_published(model: str, url: str, metrics: dict[str, Any]) -> None:
     _emit(PUBLISHED, model, payload)
 
 
-def emit_rejected(model: str, message: str, verdicts: list[dict[str, Any]]) -> None:
-    """Emit `kiln.model.rejected`; the payload has the failed rules in words, and all verdicts."""
-    _emit(REJECTED, model, {"message": without_secrets(message), "gate": verdicts})
+def emit_rejected(
+    model: str, message: str, verdicts: list[dict[str, Any]], outcome: str = "rejected"
+) -> None:
+    """Emit `kiln.model.rejected` or `kiln.model.undecided`.
+
+    The payload has the rules that did not pass in words, and all verdicts.
+    """
+    _emit(f"kiln.model.{outcome}", model, {"message": without_secrets(message), "gate": verdicts})
 
 
 def _emit(event: str, model: str, payload: dict[str, Any]) -> None:
@@ -229,14 +243,14 @@ def stages_of(run: Run) -> Iterator[Any]:
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:
-    """A flow's final state: its report, named Rejected if the gate refused the model.
+    """A flow's final state: its report, named Rejected or Undecided by the gate's outcome.
 
     Args:
         last: state of the last stage; its message has the verdict.
     """
     reports.append(report)
-    if report["status"] == "rejected":  # a measured outcome, not a failure
-        return Completed(name="Rejected", message=last.message, data=report)
+    if report["status"] in NOT_PUBLISHED:  # a measured outcome, not a failure
+        return Completed(name=report["status"].title(), message=last.message, data=report)
     return report
 
 
@@ -245,12 +259,12 @@ def report_of(results: Sequence[StageResult]) -> dict[str, Any]:
     last = results[-1]
     status = "built"
     if last.stage == publication.STAGE:
-        status = "rejected" if last.outcome == "rejected" else "published"
+        status = last.outcome if last.outcome in NOT_PUBLISHED else "published"
     shown = ("key", "uri", "outcome", "seconds")
     stages = {
         result.stage: {name: getattr(result, name) for name in shown}
         for result in results
-        if result.outcome != "rejected"
+        if result.outcome not in NOT_PUBLISHED
     }
     report: dict[str, Any] = {"status": status, "stages": stages, "model": None, "metrics": {}}
     for result in results:

@@ -29,12 +29,12 @@ from tasks.beam.workers import settings_to_send
 from tasks.build_or_reuse import Builder, StageResult, storing
 from tasks.doors import Doors
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
-from tasks.evaluate.metrics import metric_names
+from tasks.evaluate.metrics import metric_names, most_rounds
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.plan.disk import check_disk
 from tasks.progress import Progress
 from tasks.publish import stage as publish
-from tasks.publish.promotion_gate import check_rules
+from tasks.publish.promotion_gate import check_rules, is_undecided
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import plan_changes
@@ -126,6 +126,7 @@ class Sent:
     stage: PlacedStage
     key: str  # of its artifact
     before: Mapping[str, str]  # stage -> key of the artifacts that it is built from
+    rounds: int = 1  # of an evaluation
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class Run(Builder):
             # At a later stage the download exists: it must not be tried once more.
             "retry_run": self.retry_run if stage == "download" else None,
             "champion": self.start,
+            "rounds": 1 + len(parts.settings.get("more_rounds", ())),
         }
         about = (pools[stage], self.model_name, self.store, stage)
         return partial(send_stage, *about, parameters, progress)
@@ -220,9 +222,21 @@ class Run(Builder):
         check_disk(*about, plan.rows, self.stages, keys, self.trials)
         return plan
 
-    def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:
+    @property
+    def rounds(self) -> Iterator[int]:
+        """The numbers of rounds after which the gate may look at an evaluation, ascending.
+
+        A run that publishes nothing, or by force, has one round.
+        """
+        if self.sent is not None:
+            return iter((self.sent.rounds,))
+        is_judged = publish.STAGE in self.stages and self.force is None
+        return iter(range(1, 1 + (most_rounds(self.recipe.evaluate) if is_judged else 1)))
+
+    def eval_inputs(self, images: Artifact, latents: Artifact, rounds: int = 1) -> EvalInputs:
         """The inputs of an evaluation; a retraining has the champion's, where it encodes alike."""
-        data = EvalInputs(self.recipe, images, latents, self.base, self.measuring)
+        measuring = self.measuring
+        data = EvalInputs(self.recipe, images, latents, self.base, measuring, rounds=rounds)
         if self.champion is None:
             return data
         compared = self.champion.comparison_set(self.recipe, self.store, latents)
@@ -236,6 +250,23 @@ class Run(Builder):
         """
         of_base = model_digests(self.base) | self.base.family.key_facts
         return of_base | self.measuring.digests()
+
+    def is_undecided(
+        self,
+        data: EvalInputs,
+        trained: Artifact,
+        evaluated: Artifact,
+        before: Sequence[StageResult],
+    ) -> bool:
+        """Whether more pictures may let the model pass the gate.
+
+        Args:
+            before: the results of the stages before the evaluation.
+        """
+        metrics = self.champion_metrics(data, evaluated, before)
+        about = (self.recipe, self.base, trained, evaluated)
+        model = publish.PublishStage(*about, champion_metrics=metrics)
+        return is_undecided(model.judged(model.parts.inputs)[0])
 
     def champion_to_measure(self, trained: Artifact, evaluated: Artifact) -> Version | None:
         """The champion that the gate will compare the model with; None if there is no need of it.

@@ -146,9 +146,12 @@ def closing_lines(report: dict[str, Any]) -> Iterator[str]:
     for name, models in report["metrics"].items():
         values = (f"{model} {metric['value']:<10.4g}" for model, metric in models.items())
         yield f"  {name:24} {' '.join(values)}".rstrip()
-    if report["status"] == "rejected":
+    if report["status"] in ("rejected", "undecided"):
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
-        yield f"rejected by the gate: {'; '.join(failed)}"
+        yield f"{report['status']} by the gate: {'; '.join(failed)}"
+        if needed := [rule["more"] for rule in report["gate"] if rule["more"]]:
+            more = max(needed)
+            yield f"           about {more:,} more pictures would do: raise evaluate.max_pictures"
         yield f"verdict:   {report['verdict']['uri']}"
         yield f"pictures:  {report['stages']['evaluate']['uri']}/{GRID}"
     elif report["status"] == "unchanged":

@@ -17,10 +17,11 @@ from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import STAGES
 from flows import flow_process, task_limits
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.run import Run, prepare
+from flows.run import Run, prepare, stages_until
 from flows.send_stage import run_task
 from tasks import compare_sweep_trials
 from tasks.build_or_reuse import failing
+from tasks.evaluate.metrics import most_rounds
 from tasks.panels import Panel
 from tasks.progress import artifact_key, show_in_prefect, stage_links
 
@@ -76,7 +77,11 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     best = compare_sweep_trials.choose_best(outcomes, settings)
     if best is None:
         raise Failed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
-    published = run_task(publish, runs[best], images, latents, *measured[best])
+    winner = runs[best]
+    if most_rounds(winner.recipe.evaluate) > 1:  # the trials were compared on one round each
+        trained, _ = measured[best]
+        measured[best][1] = run_task(evaluate, winner, images, latents, trained)
+    published = run_task(publish, winner, images, latents, *measured[best])
     report = report_of([stage.result() for stage in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
@@ -90,9 +95,12 @@ def _try(
     """Train and evaluate a trial; returns its outcome, and the final states unless it failed."""
     outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
+    rounds = most_rounds(run.recipe.evaluate)
     try:
         trained = run_task(train, run, latents, name=f"train {number}")
-        evaluated = run_task(evaluate, run, images, latents, trained, name=f"evaluate {number}")
+        compared = replace(run, stages=stages_until("evaluate")) if rounds > 1 else run
+        name = f"evaluate {number}"
+        evaluated = run_task(evaluate, compared, images, latents, trained, name=name)
         report = report_of([trained.result(), evaluated.result()])
         metrics = compare_sweep_trials.tuned_metrics(report["metrics"], run.recipe.sweep)
         curve = retrying(lambda: compare_sweep_trials.read_curve(trained.result().load(run.store)))

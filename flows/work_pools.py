@@ -48,6 +48,7 @@ def run_stage(
     before: dict[str, str],
     retry_run: str | None = None,
     champion: str | None = None,
+    rounds: int = 1,
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Build a stage that another run sent, from the artifacts that it names.
 
@@ -58,6 +59,7 @@ def run_stage(
         before: Stage to key of the artifacts that it is built from.
         retry_run: The run that fetches rows with transient failures again; None: no run does.
         champion: Version of the champion that a retraining starts from.
+        rounds: Rounds of pictures of an evaluation.
 
     Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
     was there.
@@ -68,7 +70,7 @@ def run_stage(
 
         def prepared() -> tuple[Run, list[StageResult]]:
             run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
-            sent = Sent(stage, key, before)
+            sent = Sent(stage, key, before, rounds)
             start = _champion(run, champion)
             run = replace(run, champion=start, sent=sent, retry_run=retry_run)
             return run, [] if stage == "download" else run.results_before()

@@ -134,7 +134,7 @@ class StageResult:
     key: str
     uri: str
     digest: str
-    outcome: str  # built | reused | rejected
+    outcome: str  # built | reused | rejected | undecided
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)  # added to the run's report
 

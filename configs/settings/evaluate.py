@@ -79,6 +79,9 @@ class PromptSet(Prompts):
 
     images_per_prompt: PositiveInt = 1
     """Pictures per prompt, each with its own noise."""
+    prompts_per_round: PositiveInt | None = base_section.setting(None, not_in_key="content")
+    """Prompts of this set in each round of `evaluate.max_pictures`: the first ones, then the next
+    ones; null: all in each round."""
     compare: bool = True
     """Include these pictures in cmmd, fd, kid, precision and recall, the comparison with held-out
     pictures. Use false for subjects absent from the held-out pictures."""
@@ -134,6 +137,9 @@ class Evaluate(Sampling):
     """Pictures per sampling batch."""
     seed: int = base_section.setting(0, ge=0, lt=2**63)
     """Seed of the initial noise, the loss noise and the bootstrap."""
+    max_pictures: PositiveInt | None = base_section.setting(None, not_in_key="execution")
+    """Maximum number of pictures per model. While the gate cannot tell, the evaluation draws rounds
+    of new pictures up to this number; null: one round."""
     bootstrap: PositiveInt = 1000
     """Resamples per confidence interval."""
     holdout_samples: PositiveInt = 256

@@ -136,7 +136,8 @@ class Measurement(Stage):
         draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
         keys = {model: first.key for model, (first, *_) in drawn.items()}
         run_facts = runtime_facts(self.data.recipe.runtime)
-        return {"pictures": len(suite.prompts), "drawn": keys, **facts, "run": run_facts}
+        counts = {"pictures": len(suite.prompts), "rounds": self.data.rounds, "drawn": keys}
+        return {**counts, **facts, "run": run_facts}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.errors import Refused
@@ -30,6 +30,7 @@ _RULE = re.compile(
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 #: With fewer prompts, an interval at 95% is wider than ± 2.8 standard errors.
 LEAST_PROMPTS = 5
+ONE_SAMPLE = "no interval: of one sample"
 ENOUGH_PROMPTS = 8
 
 
@@ -61,6 +62,8 @@ class Verdict:
     note: str = ""
     #: The interval of value - bound, at the rule's level or 95%; None if it is not known.
     interval: tuple[float, float] | None = None
+    undecided: bool = False  # the interval contains the bound, or is not known of one prompt
+    more: int | None = None  # pictures that would decide, by the width of the interval
 
 
 def parse_rule(text: str) -> Rule:
@@ -141,14 +144,33 @@ def needs_champion(rules: Sequence[str]) -> bool:
     return any(parse_rule(text).model == "champion" for text in rules)
 
 
-def judge(rules: Sequence[str], models: Models, *, champion: bool = False) -> list[Verdict]:
+def judge(
+    rules: Sequence[str], models: Models, *, champion: bool = False, look: int = 0
+) -> list[Verdict]:
     """One verdict per rule on the tuned model's metrics.
 
     Args:
         champion: whether a champion exists. If not, rules against it pass. If so, they
             fail if the champion has no comparable value.
+        look: number (from 1) of this look at a growing number of pictures; 0: the only look.
     """
-    return [_judge_one(parse_rule(text), models, champion) for text in rules]
+    rules_read = [parse_rule(text) for text in rules]
+    return [_judge_one(_at_look(rule, look), models, champion) for rule in rules_read]
+
+
+def _at_look(rule: Rule, look: int) -> Rule:
+    """The rule with the level of one of several looks.
+
+    Look k spends 1 / 2^k of the error. The sum over all looks is at most the rule's own error
+    (Bonferroni's inequality), however many looks follow and whatever decides on them.
+    """
+    return rule if rule.level is None else replace(rule, level=1 - (1 - rule.level) / 2**look)
+
+
+def is_undecided(verdicts: Sequence[Verdict]) -> bool:
+    """Whether more pictures may let the model pass: a rule is undecided, and none failed."""
+    refusing = [verdict for verdict in verdicts if not verdict.passed]
+    return bool(refusing) and all(verdict.undecided for verdict in refusing)
 
 
 def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
@@ -166,10 +188,26 @@ def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
     compare = _COMPARE[rule.op]
     if rule.level is None:
         passed = bool(compare(tuned.value, bound))
-        why = ""
-    else:
-        passed = interval is not None and all(compare(end, 0.0) for end in interval)
-    return Verdict(rule.text, passed, tuned.value, bound, why, interval)
+        return Verdict(rule.text, passed, tuned.value, bound, "", interval)
+    if interval is None:
+        return Verdict(rule.text, False, tuned.value, bound, why, None, why == ONE_SAMPLE)
+    ends = {bool(compare(end, 0.0)) for end in interval}
+    more = None if len(ends) == 1 else _more_pictures(tuned, bound, interval)
+    return Verdict(
+        rule.text, ends == {True}, tuned.value, bound, why, interval, len(ends) > 1, more
+    )
+
+
+def _more_pictures(tuned: Estimate, bound: float, interval: Interval) -> int | None:
+    """Pictures until the interval would end at the bound; its width falls as 1 / sqrt(n).
+
+    None if the value is so near to the bound that it takes over 100 times the pictures.
+    """
+    low, high = interval
+    gap = abs(tuned.value - bound)
+    if gap * 20 < high - low:
+        return None
+    return max(1, math.ceil(tuned.n * ((high - low) / 2 / gap) ** 2) - tuned.n)
 
 
 def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> tuple[Interval | None, str]:
@@ -185,7 +223,7 @@ def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> tuple[Inte
             return None, "no interval: of different pictures"
     if all(map(math.isfinite, interval)):
         return interval, ""
-    return None, "no interval: of one sample"
+    return None, ONE_SAMPLE
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -196,10 +234,15 @@ def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
             "value": "—" if v.value is None else v.value,
             "bound": "—" if v.bound is None else v.bound,
             "value - bound": "—" if v.interval is None else _shown(v.interval),
-            "verdict": ("passed" if v.passed else "failed") + (f" ({v.note})" if v.note else ""),
+            "verdict": outcome(v) + (f" ({v.note})" if v.note else ""),
         }
         for v in verdicts
     ]
+
+
+def outcome(verdict: Verdict) -> str:
+    """`passed`, `failed` or `undecided`."""
+    return "passed" if verdict.passed else "undecided" if verdict.undecided else "failed"
 
 
 def failure(verdict: Verdict) -> str:
@@ -210,6 +253,10 @@ def failure(verdict: Verdict) -> str:
     if parse_rule(verdict.rule).level is not None:
         ends = verdict.interval
         decided = f", {verdict.note}" if ends is None else f", value - bound in {_shown(ends)}"
+    if verdict.more is not None:
+        decided += f": about {verdict.more:,} more pictures would do"
+    elif verdict.undecided and verdict.interval is not None:
+        decided += ": the value is at the bound"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from artifacts.models import digest_model
 from artifacts.records import digest_bytes, digest_json
@@ -28,6 +28,7 @@ from runtimes.pipeline_folder.folder import Base
 from tasks.build_or_reuse import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage
 from tasks.evaluate.distances import Estimates, differences
 from tasks.evaluate.draw import DRAWING_PARTS
+from tasks.evaluate.metrics import most_rounds
 from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
@@ -92,9 +93,10 @@ log = logging.getLogger("kiln")
 
 
 class Rejected(Failed):
-    """The model failed a rule of the gate; `verdicts` has all results.
+    """The model failed a rule of the gate, or no rule can be decided yet.
 
     Args:
+        verdicts: of all rules.
         measured: content of metrics.json.
         compared_with: the champion's version.
         champion_evaluation: the champion's evaluation if it was measured again.
@@ -112,7 +114,15 @@ class Rejected(Failed):
         self.compared_with = compared_with
         self.champion_evaluation = champion_evaluation
         failed = [promotion_gate.failure(v) for v in verdicts if not v.passed]
-        super().__init__("the gate rejected the model: " + "; ".join(failed))
+        words = "the gate rejected the model: "
+        if self.outcome == "undecided":
+            words = "not enough pictures to tell (evaluate.max_pictures): "
+        super().__init__(words + "; ".join(failed))
+
+    @property
+    def outcome(self) -> Literal["rejected", "undecided"]:
+        """`undecided` if more pictures may let the model pass."""
+        return "undecided" if promotion_gate.is_undecided(self.verdicts) else "rejected"
 
     def as_json(self) -> list[dict[str, Any]]:
         """The verdicts as in gate.json."""
@@ -129,6 +139,8 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
     settings = recipe.publish.key_settings()
     if recipe.train.method == "lora" and not recipe.publish.merge:
         settings["base"] = recipe.model.model_dump(mode="json")
+    if most_rounds(recipe.evaluate) > 1:  # the gate's levels differ from those of an only look
+        settings["looks"] = True
     return settings | ({} if force is None else {"force": force})
 
 
@@ -211,6 +223,26 @@ class PublishStage(Stage):
         if now.get("champion") != key["inputs"].get("champion"):
             raise Away("another model became the champion meanwhile: run again")
 
+    def judged(
+        self, inputs: Mapping[str, str]
+    ) -> tuple[list[promotion_gate.Verdict], dict[str, Estimates], Artifact | None]:
+        """The verdicts, the metrics of all models, and the champion's evaluation if it is new.
+
+        Args:
+            inputs: those of the key, which name the champion.
+        """
+        champion = self._champion_before(inputs)
+        models = read_estimates(self.evaluated)
+        again = None
+        if champion is not None and self._names_champion:
+            assert self.champion_metrics is not None
+            models["champion"], again = self.champion_metrics(champion.uri)
+        has_champion = champion is not None or "champion" in inputs
+        settings = self.recipe.evaluate
+        look = self.evaluated.summary.get("rounds", 1) if most_rounds(settings) > 1 else 0
+        gate = self.recipe.publish.gate
+        return promotion_gate.judge(gate, models, champion=has_champion, look=look), models, again
+
     def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
         """Judge the model, then write the published folder into the draft.
 
@@ -222,14 +254,8 @@ class PublishStage(Stage):
         inputs = draft.parts.inputs
         self.check_champion(draft.parts.as_dict())
         champion = self._champion_before(inputs)
-        models = read_estimates(self.evaluated)
-        again = None  # the champion's evaluation if it was measured again
-        if champion is not None and self._names_champion:
-            assert self.champion_metrics is not None
-            models["champion"], again = self.champion_metrics(champion.uri)
+        verdicts, models, again = self.judged(inputs)
         measured = json.loads(self.evaluated.read(METRICS)) | _compared(models)
-        has_champion = champion is not None or "champion" in inputs
-        verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=has_champion)
         compared_with = champion.name if champion else None
         reject = partial(
             Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
@@ -441,7 +467,7 @@ class VerdictStage(Stage):
         draft.write(METRICS, json.dumps(rejection.measured, indent=1, allow_nan=False).encode())
         again = rejection.champion_evaluation
         return {
-            "status": "rejected",
+            "status": rejection.outcome,
             "failed": [verdict["rule"] for verdict in verdicts if not verdict["passed"]],
             "compared_with": rejection.compared_with,
             "parents": {} if again is None else {CHAMPION_EVALUATION: again},
