@@ -117,13 +117,7 @@ def sampling_specs(inputs: EvalInputs) -> list[draw.SamplingSpec]:
         flash_attention=recipe.train.mindspore.flash_attention,
         offload=settings.offload,
     )
-    facts = (latents.digest, inputs.base.family.key_facts)
-    specs = list[draw.SamplingSpec]()
-    first = 0
-    for sets in prompt_rounds(settings, inputs.rounds):
-        prompts = tuple(all_prompts(sets))
-        specs.append(draw.SamplingSpec(replace(job, prompts=prompts, first=first), *facts))
-        first += len(prompts)
+    losses: dict[str, Any] = {}
     if open_latents(latents.uri).held_out > 0:
         holdout = {
             "samples": settings.holdout_samples,
@@ -133,7 +127,13 @@ def sampling_specs(inputs: EvalInputs) -> list[draw.SamplingSpec]:
         }
         text_dtype = recipe.encode.text_dtype
         losses = {"latents": latents.uri, "holdout": holdout, "text_dtype": text_dtype}
-        specs[0] = replace(specs[0], job=replace(specs[0].job, **losses))
+    specs = list[draw.SamplingSpec]()
+    first = 0
+    for sets in prompt_rounds(settings, inputs.rounds):
+        prompts = tuple(all_prompts(sets))
+        own = replace(job, prompts=prompts, first=first, **({} if first else losses))
+        specs.append(draw.SamplingSpec(own, latents.digest, inputs.base.family.key_facts))
+        first += len(prompts)
     return specs
 
 
