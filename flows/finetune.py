@@ -102,7 +102,7 @@ def evaluate(
         result = run.build(stage, before)
         measured = result.load(run.store)
         _measure_champion(run, stage, measured, before)
-        if rounds == last or not run.is_undecided(stage.data, tuned, measured, before):
+        if rounds == last or not run.needs_pictures(stage.data, tuned, measured, before):
             break
         log.info("evaluate: undecided after round %d of %d: drawing new pictures", rounds, last)
     return run.ended(result, stage.show)

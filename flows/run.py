@@ -34,7 +34,7 @@ from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.plan.disk import check_disk
 from tasks.progress import Progress
 from tasks.publish import stage as publish
-from tasks.publish.promotion_gate import check_rules, is_undecided
+from tasks.publish.promotion_gate import check_rules, needs_pictures
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import plan_changes
@@ -251,7 +251,7 @@ class Run(Builder):
         of_base = model_digests(self.base) | self.base.family.key_facts
         return of_base | self.measuring.digests()
 
-    def is_undecided(
+    def needs_pictures(
         self,
         data: EvalInputs,
         trained: Artifact,
@@ -266,7 +266,7 @@ class Run(Builder):
         metrics = self.champion_metrics(data, evaluated, before)
         about = (self.recipe, self.base, trained, evaluated)
         model = publish.PublishStage(*about, champion_metrics=metrics)
-        return is_undecided(model.judged(model.parts.inputs)[0])
+        return needs_pictures(model.judged(model.parts.inputs)[0])
 
     def champion_to_measure(self, trained: Artifact, evaluated: Artifact) -> Version | None:
         """The champion that the gate will compare the model with; None if there is no need of it.

@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.errors import Refused
 from configs.settings.evaluate import Evaluate
+from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate.distances import LEVEL, Estimate, Estimates, Interval, difference, quantile
 from tasks.evaluate.metrics import hint_of_metric, prompt_sets, sets_of_metric
 from tasks.panels import human
@@ -154,8 +155,16 @@ def judge(
             fail if the champion has no comparable value.
         look: number (from 1) of this look at a growing number of pictures; 0: the only look.
     """
-    rules_read = [parse_rule(text) for text in rules]
-    return [_judge_one(_at_look(rule, look), models, champion) for rule in rules_read]
+    parsed = [parse_rule(text) for text in rules]
+    return [
+        _judge_one(_at_look(rule, look) if _is_of_drawn(rule) else rule, models, champion)
+        for rule in parsed
+    ]
+
+
+def _is_of_drawn(rule: Rule) -> bool:
+    """Whether a rule's metric is of drawn pictures, which further rounds add to."""
+    return rule.metric.partition("/")[0] != HOLDOUT_LOSS
 
 
 def _at_look(rule: Rule, look: int) -> Rule:
@@ -168,9 +177,15 @@ def _at_look(rule: Rule, look: int) -> Rule:
 
 
 def is_undecided(verdicts: Sequence[Verdict]) -> bool:
-    """Whether more pictures may let the model pass: a rule is undecided, and none failed."""
+    """Whether a rule is undecided, and none failed."""
     refusing = [verdict for verdict in verdicts if not verdict.passed]
     return bool(refusing) and all(verdict.undecided for verdict in refusing)
+
+
+def needs_pictures(verdicts: Sequence[Verdict]) -> bool:
+    """Whether more drawn pictures may let an undecided model pass."""
+    undecided = [parse_rule(verdict.rule) for verdict in verdicts if verdict.undecided]
+    return is_undecided(verdicts) and any(map(_is_of_drawn, undecided))
 
 
 def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
