@@ -149,7 +149,7 @@ def closing_lines(report: dict[str, Any]) -> Iterator[str]:
     if report["status"] in ("rejected", "undecided"):
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         yield f"{report['status']} by the gate: {'; '.join(failed)}"
-        if needed := [rule["more"] for rule in report["gate"] if rule["more"]]:
+        if needed := [rule["more"] for rule in report["gate"] if rule.get("more")]:
             more = max(needed)
             yield f"           about {more:,} more pictures would do: raise evaluate.max_pictures"
         yield f"verdict:   {report['verdict']['uri']}"

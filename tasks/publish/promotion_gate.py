@@ -205,7 +205,8 @@ def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
         passed = bool(compare(tuned.value, bound))
         return Verdict(rule.text, passed, tuned.value, bound, "", interval)
     if interval is None:
-        return Verdict(rule.text, False, tuned.value, bound, why, None, why == ONE_SAMPLE)
+        is_open = why == ONE_SAMPLE and math.isfinite(tuned.value) and math.isfinite(bound)
+        return Verdict(rule.text, False, tuned.value, bound, why, undecided=is_open)
     ends = {bool(compare(end, 0.0)) for end in interval}
     more = None if len(ends) == 1 else _more_pictures(tuned, bound, interval)
     return Verdict(

@@ -1,16 +1,22 @@
 """The rules of the gate, and the errors of invalid ones."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
-from tasks.evaluate.distances import Estimate, Resampling, mean, share
+from tasks.evaluate.distances import Estimate, Resampling, mean, quantile, share
 from tasks.publish.promotion_gate import (
     check_rules,
     failure,
+    is_undecided,
     judge,
     needs_champion,
+    needs_pictures,
+    outcome,
     parse_rule,
     warnings_of_few_prompts,
 )
@@ -135,6 +141,51 @@ def test_with_a_level_a_share_is_judged_by_its_interval() -> None:
         assert plain.passed and confident.passed is passed
 
 
+def of_prompts(values: Sequence[float] | NDArray[np.float64]) -> Estimate:
+    """The mean of values, one of each prompt."""
+    return mean(np.array(values), Resampling(200, 0))
+
+
+def test_an_interval_that_contains_the_bound_decides_nothing() -> None:
+    spread = [28.0, 29.0, 30.0, 29.5, 28.5]
+    models = {"tuned": {"clip_score": of_prompts(spread), "fd": of_prompts([9.0, 10.0, 11.0])}}
+    rules = [f"clip_score >= {bound} at 95%" for bound in (25, 28.5, 29.3, 35)]
+    verdicts = judge([*rules, "fd < 9"], models)
+    outcomes = [outcome(verdict) for verdict in verdicts]
+    assert outcomes == ["passed", "undecided", "undecided", "failed", "failed"]
+    assert not any(verdict.more for verdict in (verdicts[0], verdicts[3]))
+    assert is_undecided(verdicts[:3]) and needs_pictures(verdicts[:3])
+    assert not is_undecided(verdicts[:1]) and not is_undecided(verdicts)
+
+
+def test_so_many_more_pictures_decide() -> None:
+    scores = 29 + np.random.default_rng(0).normal(size=60)
+    rule = "clip_score >= 28.9 at 95%"
+    (verdict,) = judge([rule], {"tuned": {"clip_score": of_prompts(scores)}})
+    assert verdict.more is not None and f"about {verdict.more:,} more pictures" in failure(verdict)
+    assert 10 < verdict.more < 60
+    enough = np.tile(scores, 2)
+    assert judge([rule], {"tuned": {"clip_score": of_prompts(enough)}})[0].passed
+    at_bound = f"clip_score >= {scores.mean()} at 95%"
+    (near,) = judge([at_bound], {"tuned": {"clip_score": of_prompts(scores)}})
+    assert near.more is None and "the value is at the bound" in failure(near)
+
+
+def test_each_look_spends_a_half_of_the_error_that_is_left() -> None:
+    """Their sum is at most the rule's; a held-out loss is looked at once."""
+    losses = {
+        "holdout_loss": of_prompts([1.0, 2.0, 3.0]),
+        "clip_score": of_prompts([1.0, 2.0, 3.0]),
+    }
+    widths = {}
+    for look in (0, 1, 2):
+        verdicts = judge([f"{name} < 2 at 90%" for name in losses], {"tuned": losses}, look=look)
+        widths[look] = [v.interval[1] - v.interval[0] for v in verdicts if v.interval]
+    ratios = [quantile(level, 3) / quantile(0.9, 3) for level in (0.9, 0.95, 0.975)]
+    assert [w[1] / widths[0][1] for w in widths.values()] == pytest.approx(ratios)
+    assert len({w[0] for w in widths.values()}) == 1
+
+
 def test_a_metric_of_one_sample_passes_no_rule_with_a_level() -> None:
     models = {
         "base": {"holdout_loss": mean(np.array([0.3]), Resampling(20, 0))},
@@ -144,6 +195,7 @@ def test_a_metric_of_one_sample_passes_no_rule_with_a_level() -> None:
         ["holdout_loss < base", "holdout_loss < base at 95%", "holdout_loss < 1 at 95%"], models
     )
     assert plain.passed and not confident.passed and not bound.passed
+    assert confident.undecided and bound.undecided and not needs_pictures([confident, bound])
     assert "no interval: of one sample" in failure(confident)
 
 
