@@ -55,7 +55,7 @@ from tasks.publish import stage as publish
 from tasks.publish.assemble import model_parts
 from tasks.publish.hub import signer
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
-from tasks.publish.promotion_gate import check_rules, parse_rule, warnings_of_few_prompts
+from tasks.publish.promotion_gate import check_prompts, check_rules, parse_rule
 from tasks.train import notes_of_warmup
 
 
@@ -122,7 +122,7 @@ class Doors:
             signer(recipe.publish.signing_key)
         yield fine("gate and prompts")
         if publish.STAGE in self.built:
-            yield from map(note, warnings_of_few_prompts(gate, recipe.evaluate))
+            yield from map(note, check_prompts(gate, recipe.evaluate))
 
     def _monitoring(self) -> None:
         """Raise Refused for a tracker or a held-out loss that cannot work."""

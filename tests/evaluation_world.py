@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,10 @@ class World:
         return draft.commit({}, {})
 
     def evaluate(
-        self, trained: Artifact, recipe: Recipe | None = None, run: Any = None
+        self, trained: Artifact, recipe: Recipe | None = None, run: Any = None, rounds: int = 1
     ) -> Artifact:
-        stage = EvaluateStage(self.inputs(recipe or self.recipe), trained, run=run or self.run)
+        data = replace(self.inputs(recipe or self.recipe), rounds=rounds)
+        stage = EvaluateStage(data, trained, run=run or self.run)
         draft = self.store.draft(stage.parts)
         return draft.commit(stage.build(draft, Progress("evaluate")), {})
 

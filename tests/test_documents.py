@@ -29,7 +29,7 @@ from configs.load_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
 from configs.settings.recipe import STAGES
 from flows.cli import app
-from tasks.publish.promotion_gate import warnings_of_few_prompts
+from tasks.publish.promotion_gate import check_prompts
 
 #: Packages of the product.
 PACKAGES = ("artifacts", "configs", "demo", "flows", "runtimes", "tasks")
@@ -275,7 +275,7 @@ def test_recipes_of_documents_are_valid(document: str, tmp_path: Path) -> None:
     for path in recipes_of(document, tmp_path):
         recipe = load_recipe(str(path))
         assert recipe.name == path.stem.partition("-")[0]
-        assert warnings_of_few_prompts(recipe.publish.gate, recipe.evaluate) == []
+        assert [*check_prompts(recipe.publish.gate, recipe.evaluate)] == []
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])

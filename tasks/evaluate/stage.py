@@ -48,7 +48,7 @@ def settings_for_key(recipe: Recipe, rounds: int = 1) -> dict[str, Any]:
         **recipe.evaluate.key_settings(),
         # A digest sorts names, and a picture's number selects its noise.
         "sets": list(recipe.evaluate.prompts),
-        "prompts": first,
+        "prompts": {name: list(prompts) for name, prompts in first.items()},
         **({"more_rounds": more} if more else {}),
         "judges": judge_names(recipe.evaluate.judges),
         "compared": metrics.compared_sets(recipe.evaluate),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from configs.errors import Refused
 from configs.settings.evaluate import Evaluate
 from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate.distances import LEVEL, Estimate, Estimates, Interval, difference, quantile
-from tasks.evaluate.metrics import hint_of_metric, prompt_sets, sets_of_metric
+from tasks.evaluate.metrics import hint_of_metric, most_rounds, prompt_rounds, sets_of_metric
 from tasks.panels import human
 
 #: Model ("base", "tuned", "champion") -> its metrics.
@@ -110,34 +110,31 @@ def check_rules(
             raise Refused(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
 
 
-def warnings_of_few_prompts(gate: Sequence[str], settings: Evaluate) -> list[str]:
-    """A line for each rule with a level whose interval few prompts make too wide to pass.
+def check_prompts(gate: Sequence[str], settings: Evaluate) -> Iterator[str]:
+    """Yield a line for each rule with a level that is about one prompt alone.
+
+    Pictures are then the unit of its interval. With two to four prompts, prompts are: Student's t
+    makes it too wide to pass.
 
     Raises:
-        Refused: a prompt file cannot be read.
+        Refused: a rule with a level has two to four prompts, or a prompt file cannot be read.
     """
     rules = [rule for rule in map(parse_rule, gate) if rule.level is not None]
-    sets = prompt_sets(settings) if rules else {}
-    lines = []
+    rounds = prompt_rounds(settings, most_rounds(settings)) if rules else ()
     for rule in rules:
         chosen = sets_of_metric(rule.metric, settings)
-        count = len({prompt for name in chosen for prompt in sets[name]})
-        if not 0 < count < LEAST_PROMPTS:
-            continue
-        width = "is of one prompt alone"
-        if count > 1:
-            width = f"is ± {_width(rule, count)} standard errors wide with {count} prompts"
+        count = len({prompt for sets in rounds for name in chosen for prompt in sets[name]})
         named = " and ".join(f"evaluate.prompts.{name}" for name in chosen)
-        lines.append(
-            f"gate rule {rule.text!r}: its interval {width} "
-            f"(± {_width(rule, ENOUGH_PROMPTS)} with {ENOUGH_PROMPTS}): list more in {named}, "
-            "with fewer images_per_prompt"
-        )
-    return lines
-
-
-def _width(rule: Rule, prompts: int) -> str:
-    return f"{quantile(rule.level or LEVEL, prompts):.1f}"
+        if count == 1:
+            yield f"gate rule {rule.text!r}: its interval is of the one prompt of {named} alone"
+        elif 1 < count < LEAST_PROMPTS:
+            level = rule.level or LEVEL
+            raise Refused(
+                f"gate rule {rule.text!r}: its interval is ± {quantile(level, count):.1f} standard "
+                f"errors wide with {count} prompts (± {quantile(level, ENOUGH_PROMPTS):.1f} with "
+                f"{ENOUGH_PROMPTS}): list {LEAST_PROMPTS} or more in {named}, with fewer "
+                "images_per_prompt"
+            )
 
 
 def needs_champion(rules: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ from toy_recipes import BASES, toy
 
 from configs.load_recipe import load_recipe, recipe_names
 from tasks.evaluate.metrics import metric_names
-from tasks.publish.promotion_gate import check_rules, parse_rule, warnings_of_few_prompts
+from tasks.publish.promotion_gate import check_prompts, check_rules, parse_rule
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -28,7 +28,7 @@ def test_gate_of_a_recipe_uses_its_metrics(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.publish.gate
     check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
-    assert warnings_of_few_prompts(recipe.publish.gate, recipe.evaluate) == []
+    assert [*check_prompts(recipe.publish.gate, recipe.evaluate)] == []
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -18,6 +18,8 @@ from PIL import Image
 from prefect import runtime
 from published import STAGES, expect, folder, manifest, outcomes
 
+from configs.load_recipe import load_recipe
+from tasks.evaluate.metrics import prompt_sets
 from tasks.evaluate.published import ChampionEvaluation
 from tasks.publish.registry import Registry
 
@@ -205,6 +207,36 @@ def test_a_rejected_model_is_not_published(
     assert verdict.name[:12] not in here("gc", "--store", store, "--hours", "0")
     shown = here("show", f"verdict/{verdict.name[:12]}", "--store", store)
     assert all(word in shown for word in ("evaluation", "model", "latents", "source"))
+
+
+@pytest.mark.extended
+def test_the_gate_looks_again_at_more_pictures_until_it_can_tell(
+    first: Report, small: Overrides, here: Here, api: str
+) -> None:
+    """A bound at the measured value is undecided; one far below passes at the first look."""
+    sets = prompt_sets(load_recipe("digits", small).evaluate)
+    pictures = sum(map(len, sets.values()))
+    value = first["metrics"]["clip_score/new"]["tuned"]["value"]
+    store = Path(str(small["store"]))
+
+    def run(rule: str, rounds: int, code: int) -> tuple[Report, int]:
+        known = set((store / "evaluate/shards").glob("*.tar"))
+        limits = {"publish.gate": [rule], "evaluate.max_pictures": rounds * pictures}
+        out = here("run", "digits", "--json", overrides={**small, **limits}, code=code, api=api)
+        new = set((store / "evaluate/shards").glob("*.tar")) - known
+        return json.loads(out.splitlines()[-1]), len(new)
+
+    near = f"clip_score/new >= {value} at 95%"
+    report, new = run(near, 2, 4)
+    assert (report["status"], new) == ("undecided", 2), "a round for each of two models"
+    (verdict,) = report["gate"]
+    assert verdict["undecided"] and not verdict["passed"]
+    assert report["metrics"]["clip_score/new"]["tuned"]["n"] == 2 * len(sets["new"])
+    report, new = run(near, 3, 4)
+    assert (report["status"], new) == ("undecided", 2), "the first two rounds are not drawn again"
+    report, new = run(f"clip_score/new >= {value - 50} at 95%", 3, 0)
+    assert (report["status"], new) == ("published", 0)
+    assert report["metrics"]["clip_score/new"]["tuned"]["n"] == len(sets["new"])
 
 
 @pytest.mark.extended

@@ -1,6 +1,8 @@
 """The rules of the gate, and the errors of invalid ones."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
+from configs.settings.recipe import Recipe
 from tasks.evaluate.distances import Estimate, Resampling, mean, quantile, share
 from tasks.publish.promotion_gate import (
+    check_prompts,
     check_rules,
     failure,
     is_undecided,
@@ -18,7 +22,6 @@ from tasks.publish.promotion_gate import (
     needs_pictures,
     outcome,
     parse_rule,
-    warnings_of_few_prompts,
 )
 
 
@@ -226,20 +229,40 @@ def test_a_level_is_below_100() -> None:
         parse_rule("fd < base at 100%")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "width"), [(1, "of one prompt alone"), (2, "12.7"), (4, "3.2"), (5, None)]
-)
-def test_a_rule_with_a_level_on_few_prompts_is_warned_of_with_its_width(
+def with_old(prompts: int, **settings: Any) -> Recipe:
+    """`sdxl` with so many prompts of old knowledge; equal texts are one prompt."""
+    texts = [f"prompt {number}" for number in range(prompts)]
+    old = {"prompts": [*texts, texts[0]], "images_per_prompt": 20}
+    return load_recipe("sdxl", {"evaluate.prompts.old": old, **settings})
+
+
+@pytest.mark.parametrize(("prompts", "width"), [(2, "12.7"), (4, "3.2"), (5, None)])
+def test_a_rule_with_a_level_on_few_prompts_is_refused_with_its_width(
     prompts: int, width: str | None
 ) -> None:
-    texts = [f"prompt {number}" for number in range(prompts)]
-    old = {"prompts": [*texts, texts[0]], "images_per_prompt": 20}  # equal texts are one prompt
-    recipe = load_recipe("sdxl", {"evaluate.prompts.old": old})
-    lines = warnings_of_few_prompts(recipe.publish.gate, recipe.evaluate)
-    assert len(lines) == (width is not None)
-    for line in lines:
-        assert line.startswith("gate rule 'clip_score/old >= base * 0.9 at 95%': its interval is ")
-        assert str(width) in line and "list more in evaluate.prompts.old" in line
+    recipe = with_old(prompts)
+    if width is None:
+        assert [*check_prompts(recipe.publish.gate, recipe.evaluate)] == []
+        return
+    with pytest.raises(Refused, match=rf"± {width} standard errors .* evaluate\.prompts\.old"):
+        [*check_prompts(recipe.publish.gate, recipe.evaluate)]
+
+
+def test_a_rule_on_one_prompt_is_about_its_pictures() -> None:
+    recipe = with_old(1)
+    (line,) = check_prompts(recipe.publish.gate, recipe.evaluate)
+    assert "of the one prompt of evaluate.prompts.old alone" in line
+
+
+def test_the_prompts_of_later_rounds_count() -> None:
+    recipe = with_old(8)
+    old = recipe.evaluate.prompts["old"].model_copy(update={"prompts_per_round": 3})
+    sets = {**recipe.evaluate.prompts, "old": old}
+    pictures = 8 * 8 + 3 * 20
+    for most, ends in ((pictures, True), (2 * pictures, False)):
+        evaluate = recipe.evaluate.model_copy(update={"prompts": sets, "max_pictures": most})
+        with pytest.raises(Refused) if ends else nullcontext():
+            assert [*check_prompts(recipe.publish.gate, evaluate)] == []
 
 
 @pytest.mark.parametrize(
@@ -255,6 +278,8 @@ def test_a_rule_with_a_level_on_few_prompts_is_warned_of_with_its_width(
 def test_the_prompts_of_a_rule_are_those_of_its_metric(rule: str, settings: str | None) -> None:
     sets = {name: {"prompts": [name, "a fox"]} for name in ("new", "old")}
     few = load_recipe("sdxl", {"evaluate.prompts": sets, "publish.gate": [rule]})
-    lines = warnings_of_few_prompts(few.publish.gate, few.evaluate)
-    assert len(lines) == (settings is not None)
-    assert all(str(settings) in line for line in lines)
+    if settings is None:
+        assert [*check_prompts(few.publish.gate, few.evaluate)] == []
+        return
+    with pytest.raises(Refused, match=f"list 5 or more in {settings}"):
+        [*check_prompts(few.publish.gate, few.evaluate)]
