@@ -331,8 +331,8 @@ def run(
 ) -> None:
     """Run a recipe: download, encode, train, evaluate, publish; finished stages are reused.
 
-    Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 2 wrong
-    input (nothing was started), 1 failed.
+    Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 4 undecided
+    (too few pictures), 2 wrong input (nothing was started), 1 failed.
     """
     options: dict[str, Any] = {"until": until, "retry_failed": retry_failed, "force": force}
     _run("finetune", recipe, override, as_json=as_json, **options)
@@ -344,8 +344,8 @@ def retrain(
 ) -> None:
     """Train on new rows of a recipe's source, from the champion; the gate decides on promotion.
 
-    Exit code: 0 published or unchanged, 3 rejected by the gate, 2 wrong input (nothing was
-    started), 1 failed.
+    Exit code: 0 published or unchanged, 3 rejected by the gate, 4 undecided (too few pictures), 2
+    wrong input (nothing was started), 1 failed.
     """
     _run("retrain", recipe, override, as_json=as_json)
 
