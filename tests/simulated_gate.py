@@ -3,8 +3,9 @@
 `PYTHONPATH=tests .venv/bin/python -m simulated_gate` prints the shares.
 
 Scores of pictures, held-out losses and features are simulated; the gate's own estimators and rules
-judge them. A harmless model lost a tenth of what a rule allows, a harmful one all of it. Where a
-rule demands a gain, the harmless model has one and the harmful one has none.
+judge them, at each look at a growing number of pictures. A harmless model lost a tenth of what a
+rule allows, a harmful one all of it, a bad one twice as much. Where a rule demands a gain, the
+harmless model has one and the others have none.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.report import Row, log, publish, versions
 from configs.load_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate.distances import Estimate, Float64, Prompts, Resampling, cmmd, mean
-from tasks.evaluate.metrics import CMMD, prompt_numbers, prompt_sets, sets_of_metric
-from tasks.publish.promotion_gate import Rule, judge, parse_rule
+from tasks.evaluate.metrics import CMMD, most_rounds, prompt_numbers, prompt_rounds, sets_of_metric
+from tasks.publish.promotion_gate import Rule, judge, outcome, parse_rule
 
 DRAWS = 1000
 SEEDS = 4  # of the bootstrap: its weights are drawn once for each
 HELD_OUT = 40  # pictures: 5% of the 813 of sdxl's data set
 HARMLESS = 0.1
-HARMFUL = 1.0  # lost, as a share of what a rule allows
+HARMFUL = 1.0
+BAD = 2.0  # lost, as a share of what a rule allows
 GAIN = 0.02  # of the harmless model's held-out loss, where a rule allows no loss
 
 
@@ -61,33 +65,63 @@ PICTURE = 0.35
 MODEL = 0.2
 
 
-def passes(
+class Decision(NamedTuple):
+    """The outcome of a rule, and the rounds of pictures that it took."""
+
+    outcome: str  # passed | failed | undecided
+    rounds: int
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome == "passed"
+
+
+def decisions(
     recipe: Recipe, rule: Rule, lost: float, draws: int, scores: Spread = CLIP_SCORE
-) -> Iterator[bool]:
-    """Whether each of simulated models passes a rule.
+) -> Iterator[Decision]:
+    """The gate's decision on each of simulated models, with looks as `evaluate.max_pictures` says.
 
     Args:
         lost: HARMLESS or HARMFUL.
         scores: of a CLIP score or a judge.
     """
-    prompts = _prompts(recipe, rule)
-    simulate = _features if rule.metric == CMMD else _scores
+    most = most_rounds(recipe.evaluate)
+    prompts = _prompts(recipe, rule, most)
+    simulate, estimate = (_features, cmmd) if rule.metric == CMMD else (_scores, _mean)
     for draw in range(draws):
         rng = np.random.default_rng((draw, round(100 * lost)))
-        resampling = Resampling(recipe.evaluate.bootstrap, draw % SEEDS, prompts)
-        tuned, other = simulate(rng, rule, lost, scores, resampling)
-        models = {"tuned": {rule.metric: tuned}, str(rule.model): {rule.metric: other}}
-        yield judge([rule.text], models, champion=True)[0].passed
+        tuned, other, reference = simulate(
+            rng, rule, lost, scores, np.array(prompts or range(HELD_OUT))
+        )
+        for look in range(1, 1 + (most if prompts else 1)):
+            size = len(tuned) * look // (most if prompts else 1)
+            used = Resampling(recipe.evaluate.bootstrap, draw % SEEDS, prompts and prompts[:size])
+            estimates = (estimate(values[:size], reference, used) for values in (tuned, other))
+            models = {
+                name: {rule.metric: value}
+                for name, value in zip(("tuned", str(rule.model)), estimates, strict=True)
+            }
+            number = look if most > 1 else 0
+            (verdict,) = judge([rule.text], models, champion=True, look=number)
+            if not verdict.undecided:
+                break
+        yield Decision(outcome(verdict), look)
 
 
 def shares(
     recipe: Recipe, lost: float, draws: int, scores: Spread = CLIP_SCORE
 ) -> dict[str, float]:
-    """Share of models that pass, by each rule with a level and by `all` of them together."""
+    """Share of models that pass, by each rule with a level and by `all` of them together.
+
+    `rounds` is the mean number of rounds until all rules are decided.
+    """
     rules = [rule for rule in map(parse_rule, recipe.publish.gate) if rule.level is not None]
-    passed = {rule.text: [*passes(recipe, rule, lost, draws, scores)] for rule in rules}
+    made = {rule.text: [*decisions(recipe, rule, lost, draws, scores)] for rule in rules}
+    passed = {text: [decision.passed for decision in each] for text, each in made.items()}
+    rounds = np.max([[decision.rounds for decision in each] for each in made.values()], axis=0)
     together = np.all([*passed.values()], axis=0)
-    return {**{text: float(np.mean(one)) for text, one in passed.items()}, "all": together.mean()}
+    means = {text: float(np.mean(one)) for text, one in passed.items()}
+    return {**means, "all": float(together.mean()), "rounds": float(rounds.mean())}
 
 
 def redistributed(recipe: Recipe, prompts: Mapping[str, int]) -> Recipe:
@@ -103,22 +137,24 @@ def redistributed(recipe: Recipe, prompts: Mapping[str, int]) -> Recipe:
     return recipe.model_copy(update={"evaluate": evaluate})
 
 
-def _prompts(recipe: Recipe, rule: Rule) -> Prompts | None:
-    """The numbers of the prompts of a rule's pictures; None of a held-out loss."""
-    sets = prompt_sets(recipe.evaluate)
+def _prompts(recipe: Recipe, rule: Rule, rounds: int) -> Prompts | None:
+    """The numbers of the prompts of a rule's pictures, by rounds; None of a held-out loss."""
     chosen = sets_of_metric(rule.metric, recipe.evaluate)
-    return prompt_numbers({name: sets[name] for name in chosen}) if chosen else None
+    drawn = prompt_rounds(recipe.evaluate, rounds)
+    return prompt_numbers(*({n: sets[n] for n in chosen} for sets in drawn)) if chosen else None
+
+
+def _mean(values: Float64, reference: Float64, resampling: Resampling) -> Estimate:
+    return mean(values, resampling)
 
 
 def _scores(
-    rng: np.random.Generator, rule: Rule, lost: float, scores: Spread, resampling: Resampling
-) -> tuple[Estimate, Estimate]:
-    """A mean of the tuned and of the other model."""
+    rng: np.random.Generator, rule: Rule, lost: float, scores: Spread, numbers: NDArray[np.int64]
+) -> tuple[Float64, Float64, Float64]:
+    """Scores of the pictures of the tuned and of the other model; they need no reference."""
     spread = LOSS if rule.metric == HOLDOUT_LOSS else scores
-    prompts = resampling.prompts or tuple(range(HELD_OUT))
-    numbers = np.array(prompts)
-    size = len(prompts)
-    distinct = max(prompts) + 1
+    size = len(numbers)
+    distinct = numbers.max() + 1
     bound = rule.factor * spread.level + rule.offset
     change = lost * (bound - spread.level)
     if bound == spread.level and lost < HARMFUL:
@@ -127,14 +163,16 @@ def _scores(
     other += rng.normal(0, spread.pictures, size)
     tuned = other + change + rng.normal(0, spread.lost, distinct)[numbers]
     tuned += rng.normal(0, spread.models, size)
-    return mean(tuned, resampling), mean(other, resampling)
+    return tuned, other, tuned
 
 
 def _features(
-    rng: np.random.Generator, rule: Rule, lost: float, scores: Spread, resampling: Resampling
-) -> tuple[Estimate, Estimate]:
-    """CMMD of the tuned and of the other model; a harmless one halves the distance of styles."""
-    numbers = np.array(resampling.prompts)
+    rng: np.random.Generator, rule: Rule, lost: float, scores: Spread, numbers: NDArray[np.int64]
+) -> tuple[Float64, Float64, Float64]:
+    """Features of the tuned and the other model's pictures, and of held-out ones.
+
+    A harmless model halves the distance of styles.
+    """
 
     def vectors(length: float, count: int) -> Float64:
         return rng.normal(0, length / FEATURES**0.5, (count, FEATURES))
@@ -143,10 +181,10 @@ def _features(
     style = STYLE * np.eye(FEATURES)[1]
     held_out = common + vectors(PROMPT, HELD_OUT) + vectors(PICTURE, HELD_OUT)
     seen = common + vectors(PROMPT, numbers.max() + 1)[numbers] + vectors(PICTURE, len(numbers))
-    way = 1.0 if lost == HARMFUL else 0.5
+    way = 1.0 if lost >= HARMFUL else 0.5
     tuned = seen + way * style + vectors(MODEL, len(numbers))
     other = seen + style + vectors(MODEL, len(numbers))
-    return cmmd(tuned, held_out, resampling), cmmd(other, held_out, resampling)
+    return tuned, other, held_out
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -168,7 +206,7 @@ def main(arguments: Sequence[str]) -> int:
             log(f"{name}, {words}")
             figures = {
                 f"{text}, {kind}": share
-                for kind, lost in (("harmless", HARMLESS), ("harmful", HARMFUL))
+                for kind, lost in (("harmless", HARMLESS), ("harmful", HARMFUL), ("bad", BAD))
                 for text, share in shares(recipe, lost, options.draws, spread).items()
             }
             rows.append(Row(f"{name}, {words}", figures=figures))

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import simulated_gate
-from simulated_gate import HARMFUL, HARMLESS, SPREADS, passes, redistributed, shares
+from simulated_gate import BAD, HARMFUL, HARMLESS, SPREADS, decisions, redistributed, shares
 
 from configs.load_recipe import load_recipe, recipe_names
 from tasks.publish.promotion_gate import parse_rule
@@ -39,25 +39,28 @@ def simulated(name: str, lost: float) -> dict[str, float]:
 def test_a_shipped_gate_lets_harmless_models_pass_and_no_harmful_ones(name: str) -> None:
     """By the rules with a level: 95% of intervals have the truth, 2.5% are on its wrong side."""
     harmless = simulated(name, HARMLESS)
-    assert harmless.keys() == {*leveled(name), "all"}
-    assert harmless["all"] >= 0.9
+    assert harmless.keys() == {*leveled(name), "all", "rounds"}
+    assert harmless["all"] >= 0.95 and harmless["rounds"] <= 1.5
     harmful = simulated(name, HARMFUL)
     assert max(harmful[text] for text in leveled(name)) <= 0.05
+    bad = simulated(name, BAD)
+    assert max(bad[text] for text in leveled(name)) <= 0.05
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux-lora"])
 @pytest.mark.parametrize("words", SPREADS)
 def test_old_prompts_are_enough_for_other_spreads(name: str, words: str) -> None:
     rule = parse_rule(OLD)
-    passed = [*passes(load_recipe(name), rule, HARMLESS, DRAWS, SPREADS[words])]
-    assert sum(passed) >= 0.9 * DRAWS
+    made = [*decisions(load_recipe(name), rule, HARMLESS, DRAWS, SPREADS[words])]
+    assert sum(decision.passed for decision in made) >= 0.95 * DRAWS
 
 
 def test_two_prompts_with_as_many_pictures_would_refuse_harmless_models() -> None:
     """The simulation tells gates apart."""
     recipe = redistributed(load_recipe("sdxl"), {"old": 2})
     assert recipe.evaluate.prompts["old"].images_per_prompt == 8
-    assert 0.4 < sum(passes(recipe, parse_rule(OLD), HARMLESS, DRAWS)) / DRAWS < 0.7
+    made = [*decisions(recipe, parse_rule(OLD), HARMLESS, DRAWS)]
+    assert 0.4 < sum(decision.passed for decision in made) / DRAWS < 0.7
 
 
 def test_the_table_has_each_recipe_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
