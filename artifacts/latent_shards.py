@@ -19,6 +19,8 @@ Equal content is written as equal bytes. The split in a tensor's name is `train`
     .../masked_means           [N, K, C, h, w] bf16  the VAE's mean of each masked picture
     .../caption_offsets        [N + 1]   i32    sample i has caption_rows[offsets[i]:offsets[i + 1]]
     .../caption_rows           [M]       i32
+
+`LatentScale` converts between the VAE's latents and the denoiser's, by scale and shift.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from numpy.typing import NDArray
 
 from artifacts.records import parse_json, read_checked, read_record
 from artifacts.tensor_header import TensorPlace, header_bytes, read_header
+
+Float32 = NDArray[np.float32]
 
 INFO = "latents.json"
 #: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
@@ -363,3 +367,64 @@ def _group_tensors(samples: Sequence[LatentSample]) -> dict[str, _Tensor]:
         **{name: _whole("I32", np.array([getattr(s, name) for s in samples])) for name in PAIRS},
         **extra,
     }
+
+
+@dataclass(frozen=True)
+class LatentScale:
+    """Scale and shift from the VAE's latents to the denoiser's latents."""
+
+    scaling_factor: float
+    shift_factor: float = 0.0
+    #: latents_mean and latents_std: [C], or [C p p], one for each latent pixel of a p x p patch.
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    draws: bool = True  # whether `sample` draws from the posterior; else it takes the mean
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any], *, draws: bool = True) -> LatentScale:
+        """From the content of an encode artifact's latents.json, or a VAE's config."""
+        return cls(
+            info["scaling_factor"],
+            info.get("shift_factor") or 0.0,
+            info.get("latents_mean"),
+            info.get("latents_std"),
+            draws,
+        )
+
+    def sample(self, mean: Float32, logvar: Float32, eps: Float32) -> Float32:
+        """Scaled posterior sample z = (mean + exp(logvar / 2) eps - shift) * scale [B, C, h, w].
+
+        The log-variance is clipped to [-30, 20], as in diffusers' DiagonalGaussianDistribution.
+        Without draws, eps counts as 0.
+        """
+        if not self.draws:
+            return self.scaled(mean)
+        return self.scaled(mean + np.exp(np.float32(0.5) * np.clip(logvar, -30, 20)) * eps)
+
+    def scaled(self, z: Float32) -> Float32:
+        """The denoiser's latents [B, C, h, w] f32 from the VAE's latents `z`."""
+        if self.mean is not None and self.std is not None:
+            center, spread = (tiled(x, z.shape[-3:]) for x in (self.mean, self.std))
+            return (z - center) / spread * np.float32(self.scaling_factor)
+        return (z - np.float32(self.shift_factor)) * np.float32(self.scaling_factor)
+
+    def unscaled(self, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
+        """(scale, shift) f32 of the inverse: the VAE's latents are `latents * scale + shift`.
+
+        Args:
+            shape: (C, h, w) of the latents; the results broadcast to it.
+        """
+        spread = np.ones((1, 1, 1), np.float32)
+        center = np.zeros((1, 1, 1), np.float32)
+        if self.mean is not None and self.std is not None:
+            spread = tiled(self.std, shape)
+            center = tiled(self.mean, shape)
+        return spread / np.float32(self.scaling_factor), center + np.float32(self.shift_factor)
+
+
+def tiled(values: Sequence[float], shape: tuple[int, ...]) -> Float32:
+    """Values [C] as f32 [C, 1, 1], or values [C p p] of a patch, repeated to `shape` (C, h, w)."""
+    channels, height, width = shape
+    side = math.isqrt(len(values) // channels)
+    patch = np.array(values, np.float32).reshape(channels, side, side)
+    return patch if side == 1 else np.tile(patch, (1, height // side, width // side))

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts.latent_shards import LatentScale
 from bench.report import spread
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.learning_rate import learning_rate
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, TrainJob, read_job
 from runtimes.process.launcher import Stop

@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts import latent_shards
+from artifacts.latent_shards import LatentScale
 from bench.benchmark_inputs import MODELS, write_random_latents
 from bench.report import Rounds, Row, finish, log, option_parser, spread
 from runtimes.data.loader import BatchReader, Loader, latent_moments
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 
 SDXL = MODELS / "stable-diffusion-xl-base-1.0"
 NAMES = ("mean", "logvar", "prompt_embeds", "pooled_prompt_embeds")

@@ -26,8 +26,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from artifacts.store import Store
+from configs.checks import Check, Finding, collect, fine, note, problem
 from configs.errors import Refused
-from configs.preflight import Check, Finding, collect, fine, note, problem
 from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe, RuntimeName
 from flows.run import checks_of
@@ -38,9 +38,9 @@ from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
 from tasks.code_version import package_versions
-from tasks.doors import Doors, devices_here, stages_without_pool
 from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, shipped_plans
+from tasks.preflight import Doors, devices_here, stages_without_pool
 from tasks.progress import gib
 from tasks.publish.hub import check_login
 

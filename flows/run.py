@@ -1,8 +1,8 @@
 """A run of a checked recipe: what its stages are built from, and where.
 
-`prepare` passes the doors with a recipe (tasks/doors.py) and asks Prefect's server for work pools.
-Before a server is started, what asks other machines is left out; `kiln doctor RECIPE` lists what
-all doors find. A run builds its stages, or one stage that another run waits for; a retraining
+`prepare` passes the doors with a recipe (tasks/preflight.py) and asks Prefect's server for work
+pools. Before a server is started, what asks other machines is left out; `kiln doctor RECIPE` lists
+what all doors find. A run builds its stages, or one stage that another run waits for; a retraining
 starts from a champion.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 from artifacts.gc import record_run
 from artifacts.latent_shards import Latents
 from artifacts.store import Artifact, KeyParts, Store
+from configs.checks import Check, enter
 from configs.errors import Failed, Refused
 from configs.load_recipe import dump
-from configs.preflight import Check, enter
 from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
 from flows.run_in_terminal import configured_server, lasting_server
 from flows.send_stage import check_deployments, send_stage
@@ -27,11 +27,11 @@ from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
 from tasks.build_or_reuse import Builder, StageResult, storing
-from tasks.doors import Doors
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.metrics import metric_names, most_rounds
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.plan.disk import check_disk
+from tasks.preflight import Doors
 from tasks.progress import Progress
 from tasks.publish import stage as publish
 from tasks.publish.promotion_gate import check_rules, needs_pictures

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from configs.checks import enter
 from configs.errors import Away, Refused
-from configs.preflight import enter
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
-from tasks.doors import Doors
 from tasks.plan.gpu import TYPICAL_MFU, Advice, GpuPlan, RecipeMemory, memory_of, plan_for
 from tasks.plan.plan import TrainingPlan, open_configs
 from tasks.plan.tpu import SlicePlan, plan_slice_training
+from tasks.preflight import Doors
 from tasks.progress import bytes_in_words, gib, hours_in_words
 
 

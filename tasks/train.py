@@ -28,8 +28,8 @@ from artifacts.latent_shards import open_latents
 from artifacts.models import digest_model
 from artifacts.records import FileEntry, write_atomic
 from artifacts.store import MANIFEST, Artifact, Draft, Store
+from configs.checks import Finding, note
 from configs.errors import Refused
-from configs.preflight import Finding, note
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe

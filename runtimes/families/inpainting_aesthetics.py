@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts.latent_shards import LatentScale
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.objective.training_objective import LatentScale
 
 Float32 = NDArray[np.float32]
 UNET = "UNet2DConditionModel"

@@ -21,6 +21,7 @@ import torch
 from jax import Array
 from numpy.typing import NDArray
 
+from artifacts.latent_shards import LatentScale
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.data.loader import pad_rows, padded_rows
 from runtimes.families import Family
@@ -28,7 +29,6 @@ from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays, errors, frozen_arrays, held_out_errors, move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
-from runtimes.objective.training_objective import LatentScale
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.sample.diffusers_pipeline import BasePipeline

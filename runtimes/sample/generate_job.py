@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from artifacts.latent_shards import LatentScale
 from artifacts.records import write_atomic
 from runtimes.contract import Pipeline
 from runtimes.data.loader import BatchReader, Holdout, draw_losses, open_job_latents
 from runtimes.objective.noise_schedule import read_schedule
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import Drawing, Events, GenerateJob
 from runtimes.registry import open_pipeline

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from artifacts.latent_shards import LatentScale
 from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.data.loader import pad_rows
 from runtimes.families import Family, TextEncoder
-from runtimes.objective.training_objective import LatentScale
 from runtimes.pipeline_folder.folder import Base, vae_overflows
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.torch_models.activation_memory import Send, sender

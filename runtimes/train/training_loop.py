@@ -29,7 +29,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from pydantic import ValidationError
 
-from artifacts.latent_shards import Latents
+from artifacts.latent_shards import Latents, LatentScale
 from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, Sink, read_arrays, write_arrays, writing
 from configs.errors import Failed, Refused
@@ -40,7 +40,7 @@ from runtimes.data import loader as batches
 from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.learning_rate import learning_rate
 from runtimes.objective import noise_schedule
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 from runtimes.optimizer_state import published
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.pipeline_folder.weights import DENOISER_WEIGHTS, TEXT_WEIGHTS

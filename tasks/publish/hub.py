@@ -18,8 +18,8 @@ from artifacts.errors import is_outage
 from artifacts.models import resolve_model, was_not_reached
 from artifacts.records import write_atomic
 from artifacts.store import MANIFEST
+from configs.checks import Finding, fine, note
 from configs.errors import Away, Failed, Refused, UserError
-from configs.preflight import Finding, fine, note
 from tasks.build_or_reuse import REPORT
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version

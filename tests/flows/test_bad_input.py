@@ -26,7 +26,7 @@ from flows import run as run_module
 from flows import run_in_terminal
 from flows.cli import main
 from flows.generate import output_folder
-from tasks import doors
+from tasks import preflight
 
 Here = Callable[..., str]  # of conftest.py
 
@@ -217,7 +217,7 @@ def test_a_download_alone_needs_no_training_runtime(
     def missing(runtime: str) -> None:
         raise Refused(f"runtime {runtime} is not installed")
 
-    monkeypatch.setattr(doors.registry, "check_installed", missing)
+    monkeypatch.setattr(preflight.registry, "check_installed", missing)
     recipe = load_recipe("digits", small)
     run_module.enter_before_server(recipe, "download")
     with pytest.raises(Refused, match="is not installed"):
@@ -235,7 +235,7 @@ def test_a_setting_without_effect_is_not_refused_before_the_server(small: dict[s
 def test_a_remote_source_is_not_read_before_the_server(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(doors.download, "check", pytest.fail)
+    monkeypatch.setattr(preflight.download, "check", pytest.fail)
     source = {"source.kind": "urls", "source.path": path}
     own = {name: value for name, value in small.items() if not name.startswith("source.")}
     recipe = load_recipe("digits", {**own, **source})

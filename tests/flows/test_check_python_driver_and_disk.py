@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.preflight import Check, Finding, collect
+from configs.checks import Check, Finding, collect
 from flows import doctor
 from runtimes import detect_hardware
 from runtimes.detect_hardware import find_c_compiler

@@ -12,18 +12,18 @@ from hub_server import HubServer, Repository
 from loopback_server import refusing
 
 from artifacts.records import FORMAT, encode_record
+from configs.checks import Finding, collect
 from configs.errors import Away
 from configs.load_recipe import load_recipe
-from configs.preflight import Finding, collect
 from configs.settings.recipe import Recipe
 from flows.doctor import examine, recipe_checks
 from flows.run import enter_before_server, prepare
 from runtimes.contract import Probe
 from runtimes.detect_hardware import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
-from tasks import doors
-from tasks.doors import Doors
+from tasks import preflight
 from tasks.evaluate import inception
+from tasks.preflight import Doors
 from tasks.publish.hub import check_login
 
 Here = Callable[..., str]  # of conftest.py
@@ -190,7 +190,7 @@ def memory(recipe: Recipe, *words: str) -> list[Finding]:
 def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
     gib: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "usable_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
+    monkeypatch.setattr(preflight, "usable_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
     (found,) = memory(load_recipe("sdxl"))
     assert found.level == level
     changed = load_recipe("sdxl", {"train.micro_batch_size": 1})
@@ -205,7 +205,7 @@ def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
 def test_memory_is_not_asked_for_where_a_run_does_not_ask(
     elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    monkeypatch.setattr(preflight, "usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
     assert memory(load_recipe("sdxl", elsewhere)) == []
 
 

@@ -22,8 +22,8 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.doors import _check_position_embeddings
 from tasks.evaluate import inception
+from tasks.preflight import _check_position_embeddings
 from tasks.publish.register import register
 from tasks.publish.stage import registry_of
 
@@ -394,7 +394,7 @@ def test_training_that_cannot_fit_the_gpu_is_refused(
 ) -> None:
     """The largest GPU of the machine counts."""
     found = [NvidiaGpu("a GPU", size * 2**20) for size in (50, 100)]
-    monkeypatch.setattr("tasks.doors.usable_gpus", lambda: found)
+    monkeypatch.setattr("tasks.preflight.usable_gpus", lambda: found)
     with pytest.raises(Refused, match=r"digits needs 1\.0 GiB, this GPU has 0\.1 GiB for"):
         prepare(load_recipe("digits", small))
     assert planned
@@ -406,8 +406,8 @@ def test_an_evaluation_elsewhere_needs_no_memory_of_this_host(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts: list[int | None] = []
-    monkeypatch.setattr("tasks.doors.usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
-    monkeypatch.setattr("tasks.doors.check_fits", lambda *given: hosts.append(given[-1]))
+    monkeypatch.setattr("tasks.preflight.usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    monkeypatch.setattr("tasks.preflight.check_fits", lambda *given: hosts.append(given[-1]))
     recipe = load_recipe("digits", small)
     prepare(recipe)
     prepare(recipe, until="train")
@@ -417,6 +417,6 @@ def test_an_evaluation_elsewhere_needs_no_memory_of_this_host(
 def test_a_model_that_is_small_beside_the_gpu_is_not_planned(
     small: dict[str, Any], planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.doors.usable_gpus", lambda: [NvidiaGpu("a GPU", 24 * GIB)])
+    monkeypatch.setattr("tasks.preflight.usable_gpus", lambda: [NvidiaGpu("a GPU", 24 * GIB)])
     prepare(load_recipe("digits", small))
     assert planned == []

@@ -30,10 +30,10 @@ from flows.retrain import continue_from_champion
 from flows.run import Run, Sent, checks_of
 from tasks.beam.workers import received_recipe
 from tasks.build_or_reuse import Stage, StageResult, build_or_reuse
-from tasks.doors import Doors
 from tasks.download import shard_plan
 from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, read_spans
 from tasks.evaluate.inputs import MeasuringModels
+from tasks.preflight import Doors
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
 

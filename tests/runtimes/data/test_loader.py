@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from artifacts.filesystems import Clock
-from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_latents
+from artifacts.latent_shards import Latents, LatentScale, LatentShard, from_bfloat16, open_latents
 from configs.errors import Refused
 from runtimes.contract import StepBatch
 from runtimes.data import shard_cache
 from runtimes.data.loader import BatchReader, Holdout, Loader, Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 
 WriteLatents = Callable[..., str]
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})

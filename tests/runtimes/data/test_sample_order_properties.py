@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import strategies as st
 from property_tests import holds_for
 
-from artifacts.latent_shards import open_latents
+from artifacts.latent_shards import LatentScale, open_latents
 from runtimes.contract import StepBatch
 from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.data.sample_order import Order, SampleIndex
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 
 Groups = dict[str, int]
 NAMES = st.sampled_from(["train/8x8", "train/4x12", "train/12x4", "holdout/8x8"])

@@ -9,11 +9,12 @@ from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from tolerances import assert_close
 
+from artifacts.latent_shards import LatentScale
 from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, ResolutionShift
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 ZERO_SNR = {**SCALED, "rescale_betas_zero_snr": True}

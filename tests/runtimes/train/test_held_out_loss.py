@@ -9,13 +9,13 @@ import pytest
 from jobs import MakeJob
 from numpy.typing import NDArray
 
-from artifacts.latent_shards import open_latents
+from artifacts.latent_shards import LatentScale, open_latents
 from configs.errors import Refused
 from runtimes.contract import StepBatch
 from runtimes.data.loader import BatchReader, Holdout, draw_losses
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base
 from runtimes.train.training_loop import make_batches, read_train_settings
 from runtimes.train.validation import HeldOutLoss

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from artifacts import models
 from artifacts.errors import classify
+from artifacts.latent_shards import LatentScale
 from artifacts.store import Store
+from configs.checks import Check, Finding, fine, note
 from configs.errors import Away, Refused, UserError, naming
-from configs.preflight import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.data import Source
 from configs.settings.evaluate import Evaluate
@@ -37,7 +38,7 @@ from runtimes import registry
 from runtimes.detect_hardware import host_memory, usable_gpus
 from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.noise_schedule import ResolutionShift, schedule_facts, scheduler_config
-from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base, replacement_config
 from runtimes.pipeline_folder.weights import check_tokenizers, check_weights, stored_weight_files
 from runtimes.torch_models.gpu_specs import GIB
