@@ -56,7 +56,7 @@ class Check:
 
     Attributes:
         name: for the message of a check that fails by itself.
-        find: raises Refused or Away, and may return notes.
+        find: raises Refused or Away, and may return findings.
         remote: whether it asks another machine, or fetches something.
     """
 
@@ -78,6 +78,8 @@ def enter(checks: Iterable[Check], *, remote: bool = True) -> None:
     for check in checks:
         if remote or not check.remote:
             for finding in check.find() or ():
+                if finding.level == "problem":
+                    raise Refused(finding.what, setting=finding.setting, remedy=finding.mend)
                 if remote and finding.level == "note":
                     log.warning("%s", finding.words)
 

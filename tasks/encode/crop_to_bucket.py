@@ -196,8 +196,8 @@ def transform(
     """Resize a picture (Lanczos) to cover its nearest bucket, and crop it.
 
     With `settings.flip`, a training picture has a second variant: mirrored, then cropped at the
-    same position. SDXL conditions on the size before any resizing and on all that is cropped, so
-    size and crop are relative to the picture before the download stage if `meta` has its size.
+    same position. SDXL conditions on the size before any resizing, and on all that is cropped.
+    Both are relative to the picture before the download stage if `meta` has its size.
 
     Args:
         data: encoded picture.

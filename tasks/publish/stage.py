@@ -174,8 +174,8 @@ class PublishStage(Stage):
     def inputs_of(self, settings: Mapping[str, Any]) -> dict[str, str]:
         """Digests of the inputs.
 
-        If the model itself is or was the champion, its input stays the champion it was compared
-        with, so that another run of its recipe reuses it.
+        A model that is or was the champion keeps the champion that it was compared with as its
+        input. Another run of its recipe then reuses it.
 
         Args:
             settings: those in the key. The champion may have others, an earlier champion may not.

@@ -78,8 +78,8 @@ def plan_changes(
     """The shards to train on, and what changed since the champion.
 
     The order of rows does not matter. New rows are cut into shards of their own, so that no old row
-    is fetched or encoded again, except for the other rows of a shard that lost one. A repetition of
-    an old row may count as new.
+    is fetched or encoded again. The other rows of a shard that lost one are the exception. A
+    repetition of an old row may count as new.
 
     Args:
         plan: the source's rows as they would be cut for a first training.
