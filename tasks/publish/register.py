@@ -25,8 +25,9 @@ from tasks.evaluate.stage import compared_metrics
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.progress import stage_links
 from tasks.publish import hub
+from tasks.publish.champion_alias import AliasNotWritten
 from tasks.publish.model_card import base_name, published_settings
-from tasks.publish.registry import AliasNotWritten, Registry, Version
+from tasks.publish.registry import Registry, Version
 from tasks.publish.stage import STAGE, PublishStage, parent_of, remeasured_champion
 
 log = logging.getLogger("kiln")
