@@ -44,6 +44,17 @@ def in_days(days: float) -> str:
     return (datetime.now(UTC) + timedelta(days=days)).isoformat(timespec="seconds")
 
 
+def in_words(candidate: Entry) -> str:
+    """Until when a candidate awaits approval; or who rejected it, and why."""
+    if (rejected := candidate.get("rejected")) is not None:
+        return f"{candidate['version']} was rejected by {rejected['by']}: {rejected['why']}"
+    return f"{candidate['version']} awaits approval until {_minute(candidate['until'])}"
+
+
+def _minute(time: str) -> str:
+    return f"{time[:16].replace('T', ' ')} UTC"
+
+
 @dataclass(frozen=True)
 class History:
     """Every change of the champion and every candidate, oldest first."""
@@ -80,10 +91,10 @@ class History:
         """What has ended a candidate's wait, in words; None while it waits."""
         version, compared = candidate["version"], candidate["champion"]
         again = "the next run of its recipe"
-        if (rejected := candidate.get("rejected")) is not None:
-            return f"{version} was rejected by {rejected['by']}: {rejected['why']}"
-        if any(move["version"] == version for move in self.moves):
-            return f"{version} was promoted"
+        if "rejected" in candidate:
+            return in_words(candidate)
+        if (move := next((m for m in self.moves if m["version"] == version), None)) is not None:
+            return f"{version} was promoted by {move.get('by', 'a run')}: {move['why']}"
         if candidate is not (newest := self.candidates[-1]):
             return f"{version} was replaced by the candidate {newest['version']}"
         if candidate["bound"] and compared != self.champion:
@@ -92,10 +103,10 @@ class History:
                 f"the champion now: {again} measures it anew"
             )
         if candidate["until"] <= in_days(0):
-            return f"{version} expired at {candidate['until']}: {again} asks anew"
+            return f"{version} expired on {_minute(candidate['until'])}: {again} asks anew"
         return None
 
-    def candidate(self, version: str) -> Entry | None:
+    def candidate(self, version: str | None) -> Entry | None:
         """The newest candidate that is a version; None without one."""
         return next((c for c in reversed(self.candidates) if c["version"] == version), None)
 

@@ -157,7 +157,7 @@ class Registry:
 
     def propose(
         self, version: Version, days: float, *, expected: str | None, bound: bool, **facts: Any
-    ) -> bool:
+    ) -> tuple[Entry, bool]:
         """Let a version await a person's approval, instead of the candidate that waits now.
 
         Args:
@@ -166,24 +166,27 @@ class Registry:
             bound: whether its verdict holds for this champion alone.
             facts: of the candidate, for whom approves it.
 
-        Returns False if it waits already, or a person rejected its model.
+        Returns the candidate, and whether it is new. It is not if it waits already, or if a person
+        rejected its model.
 
         Raises:
             Away: as of `promote`.
         """
-        proposed: list[bool] = []
+        proposed: list[tuple[Entry, bool]] = []
 
-        def add(history: History, stamp: dict[str, str]) -> History:
-            waits = history.waiting is not None and history.waiting["version"] == version.name
-            proposed.append(not waits and history.rejection(version.model) is None)
-            if not proposed[-1]:
+        def propose(history: History, stamp: dict[str, str]) -> History:
+            waiting = history.waiting
+            known = waiting if waiting and waiting["version"] == version.name else None
+            if (known := history.rejection(version.model) or known) is not None:
+                proposed.append((known, False))
                 return history
             self._compared(version.name, expected, history)
             about = {"version": version.name, MODEL: version.model, "champion": expected}
-            until = {"bound": bound, "until": in_days(days), **facts}
-            return replace(history, candidates=[*history.candidates, about | until | stamp])
+            candidate = about | {"bound": bound, "until": in_days(days), **facts, **stamp}
+            proposed.append((candidate, True))
+            return replace(history, candidates=[*history.candidates, candidate])
 
-        self.alias.change(add)
+        self.alias.change(propose)
         return proposed[-1]
 
     def approve(self, which: str, by: str, why: str) -> Version:
@@ -203,8 +206,10 @@ class Registry:
         """End the wait of a candidate, whose model is not offered again; returns its version.
 
         Raises:
-            Refused: it does not wait.
+            Refused: it does not wait, or there is no reason.
         """
+        if not why.strip():
+            raise Refused(f"{self.name}: a rejection needs a reason: the history names it")
         rejected: list[str] = []
 
         def reject(history: History, stamp: dict[str, str]) -> History:
