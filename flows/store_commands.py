@@ -453,7 +453,8 @@ def show_history(url: str, name: str, *, as_json: bool = False) -> None:
     if as_json:
         moves = [_parts(move, "version", "why", "at", "by") for move in history.moves]
         candidates = [
-            _parts(candidate, "version", "champion", "at", "until", "rejected")
+            _parts(candidate, "version", "champion", "at", "until")
+            | {"rejected": _parts(candidate.get("rejected", {}), "by", "why", "at")}
             | {"outcome": history.outcome(candidate)}
             for candidate in history.candidates
         ]

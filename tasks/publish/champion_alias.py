@@ -95,7 +95,7 @@ class History:
             return in_words(candidate)
         if (move := next((m for m in self.moves if m["version"] == version), None)) is not None:
             return f"{version} was promoted by {move.get('by', 'a run')}: {move['why']}"
-        if candidate is not (newest := self.candidates[-1]):
+        if candidate != (newest := self.candidates[-1]):
             return f"{version} was replaced by the candidate {newest['version']}"
         if candidate["bound"] and compared != self.champion:
             return (

@@ -240,13 +240,13 @@ def test_an_alias_that_cannot_follow_the_champion_fails_no_run(
         patch.setattr(ChampionAlias, "follow", away)
         results = published_by(run)
         registered = register(run.recipe, run.base, run.store, results, {})
-        assert registered["promoted"] and registered["champion"]["version"] == "v1"
+        assert registered["is_new"] and registered["champion"]["version"] == "v1"
         assert "no route to host" in caplog.text and "promote v1 again" in caplog.text
         with pytest.raises(AliasNotWritten, match="v1 is the champion, but"):
             publish.registry_of(run.recipe).promote("v1")  # as `kiln promote`: an error
     registry = publish.registry_of(run.recipe)
     assert registry.alias.target() is None
-    assert not register(run.recipe, run.base, run.store, results, {})["promoted"]
+    assert not register(run.recipe, run.base, run.store, results, {})["is_new"]
     assert registry.alias.target() == "v1"
 
 
@@ -269,7 +269,7 @@ def test_a_promotion_is_announced_although_the_store_raised(
             registered = register(run.recipe, run.base, run.store, results, {})
     if not is_made:
         registered = register(run.recipe, run.base, run.store, results, {})
-    assert registered["promoted"] and registered["champion"]["version"] == "v1"
+    assert registered["is_new"] and registered["champion"]["version"] == "v1"
     assert len(publish.registry_of(run.recipe).history().moves) == 1
 
 
@@ -307,5 +307,5 @@ def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again
             register(run.recipe, run.base, run.store, results, {})
     assert registry.champion() is None
     registered = register(run.recipe, run.base, run.store, results, {})
-    assert registered["promoted"] and registered["champion"]["version"] == "v3"
+    assert registered["is_new"] and registered["champion"]["version"] == "v3"
     assert [version.name for version in registry.versions()] == ["v2", "v3"]

@@ -1,0 +1,103 @@
+"""Candidates are decided on by a person in Chromium, after server and worker were restarted.
+
+With KILN_SCREENSHOTS=FOLDER the test also writes pictures of the pages.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Browser, chromium, require_chromium
+from prefect_server import Server
+
+from tasks.publish.registry import Registry
+
+pytestmark = pytest.mark.soak
+PATIENCE = 900  # seconds, for a machine that does much else
+DEPLOYMENTS = ("finetune/digits", "decide/candidate")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server of `make ui`, the two deployments, and a worker."""
+    require_chromium()
+    found = Server(tmp_path)
+    try:
+        start(found)
+        found.cli("work-pool", "create", "cpu", "--type", "process")
+        for name in DEPLOYMENTS:
+            found.cli("deploy", "--name", name, "--prefect-file", "deploy/prefect.yaml")
+        yield found
+    finally:
+        found.stop()
+
+
+def start(server: Server) -> None:
+    server.serve_by_make()
+    server.start("worker", "worker", "start", "--pool", "cpu")
+
+
+def restart(server: Server) -> None:
+    server.stop()
+    server.children.clear()
+    start(server)
+
+
+def fill_in(browser: Browser, server: Server, ui: str, model: str, **words: str) -> str:
+    """Go from a candidate's page to its form, fill it in, and submit it; the run's id."""
+    page = browser.page
+    browser.open(f"{ui}/artifacts/key/{model}-model", "awaits approval")
+    browser.settle()
+    browser.screenshot(f"approval-{model}", full_page=True)
+    page.get_by_role("link", name="the form").click()
+    browser.wait_for("Who decides.")
+    for label, value in words.items():
+        if label == "decision":
+            page.get_by_label("decision").click()
+            page.get_by_role("option", name=value).click()
+        else:
+            page.get_by_label(label).fill(value)
+    browser.screenshot(f"approval-form-{model}", full_page=True)
+    with page.expect_response("**/create_flow_run") as answer:
+        page.get_by_role("button", name="Submit").click()
+    return str(answer.value.json()["id"])
+
+
+def test_candidates_are_approved_rejected_and_expire_over_a_restart(
+    server: Server, smallest: dict[str, object], tmp_path: Path
+) -> None:
+    toy: dict[str, Any] = {**smallest, "store": str(tmp_path / "store")}
+    ui = server.api.removesuffix("/api")
+
+    def published(name: str, state: str, **settings: Any) -> str:
+        given = {f"publish.{setting}": value for setting, value in settings.items()}
+        run = server.run("finetune/digits", {**toy, "publish.name": name, **given})
+        assert server.ended(run, PATIENCE) == state
+        return run
+
+    for name in ("good", "poor", "late"):
+        published(name, "Completed")
+        days = 1e-5 if name == "late" else 14
+        manual = {"promote": "manual", "approval_days": days, "license": "cc0-1.0"}
+        run = published(name, "Awaiting approval", **manual)
+        assert server.tasks(run)["publish"] == "Awaiting approval"
+    restart(server)
+    registries = {name: Registry(f"{toy['store']}/registry", name) for name in ("good", "poor")}
+    with chromium() as browser:
+        browser.open(f"{ui}/runs/flow-run/{run}", "Awaiting approval")
+        browser.screenshot("approval-run")
+        yes = fill_in(browser, server, ui, "good", decision="promote", by="anna")
+        assert server.ended(yes, PATIENCE) == "Promoted"
+        no = {"decision": "reject", "by": "ben", "reason": "strokes are too thin"}
+        assert server.ended(fill_in(browser, server, ui, "poor", **no), PATIENCE) == "Rejected"
+        browser.open(f"{ui}/artifacts/key/poor-model", "rejected by ben: strokes are too thin")
+        late = fill_in(browser, server, ui, "late", decision="promote", by="anna")
+        assert server.ended(late, PATIENCE) == "Failed"
+        browser.open(f"{ui}/runs/flow-run/{late}", "v2 expired on")
+        browser.screenshot("approval-expired")
+        assert browser.errors == []
+    champions = {name: one.history().champion for name, one in registries.items()}
+    assert champions == {"good": "v2", "poor": "v1"}
+    assert registries["good"].history().moves[-1]["by"] == "anna"
+    published("poor", "Rejected", promote="manual", license="cc0-1.0")
