@@ -25,7 +25,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     found = Server(tmp_path)
     try:
         start(found)
-        found.cli("work-pool", "create", "cpu", "--type", "process")
+        found.cli("work-pool", "create", "cpu", "--type", "process", "--overwrite")
         for name in DEPLOYMENTS:
             found.cli("deploy", "--name", name, "--prefect-file", "deploy/prefect.yaml")
         yield found

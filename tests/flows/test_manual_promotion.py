@@ -1,6 +1,7 @@
 """`publish.promote: manual`: a model that passes awaits a person, and its run says so."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -13,6 +14,7 @@ from reused_runs import commit, published_by, publishing, run_of_digits
 from artifacts.store import KeyParts
 from configs.settings.recipe import Hub
 from flows import finetune
+from flows.decide import decide
 from flows.run import Run
 from tasks.panels import Facts, Table, to_markdown
 from tasks.publish import stage as publish
@@ -192,3 +194,29 @@ def test_the_event_has_the_links_to_page_and_form(
     given = {"model": "digits", "version": "v2", "registry": registry.store.url}
     assert json.loads(unquote(filled)) == given
     assert (payload["version"], payload["champion"]) == ("v2", "v1")
+
+
+@pytest.mark.slow
+def test_a_candidate_whose_champion_is_gone_is_measured_anew_and_approved(
+    first: dict[str, Any], small: dict[str, Any], here: Callable[..., str], api: str
+) -> None:
+    store = str(small["store"])
+    registry = Registry(f"{store}/registry", "digits")
+    gate = {"publish.gate": ["clip_score >= champion * 0.1"]}
+    manual = {**small, **gate, "publish.promote": "manual", "publish.license": "cc0-1.0"}
+
+    def decision(version: str, decision: str = "promote") -> Any:
+        given: Any = {"by": "anna", "reason": "seen", "registry": registry.store.url}
+        return decide("digits", decision, version=version, **given, return_state=True)
+
+    asked = "awaiting: {} awaits approval until"
+    assert asked.format("v2") in here("run", "digits", overrides=manual, code=5, api=api)
+    other = {**small, **gate, "publish.license": "mit"}
+    assert "published: " in here("run", "digits", overrides=other, api=api)
+    refused = decision("v2")
+    assert refused.is_failed() and "the next run of its recipe measures it anew" in refused.message
+    assert asked.format("v4") in here("run", "digits", overrides=manual, code=5, api=api)
+    assert (promoted := decision("v4")).name == "Promoted"
+    assert promoted.message == "v4 was promoted by anna: approved: seen"
+    assert [move["version"] for move in registry.history().moves] == ["v1", "v3", "v4"]
+    assert "published: " in here("run", "digits", overrides=manual, api=api)
