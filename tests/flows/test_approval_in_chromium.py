@@ -6,6 +6,7 @@ With KILN_SCREENSHOTS=FOLDER the test also writes pictures of the pages.
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 from chromium import Browser, chromium, require_chromium
@@ -41,7 +42,15 @@ def start(server: Server) -> None:
 def restart(server: Server) -> None:
     server.stop()
     server.children.clear()
+    server.wait("the end of the server", lambda: not answers(server), PATIENCE)
     start(server)
+
+
+def answers(server: Server) -> bool:
+    try:
+        return bool(server.ask("/health"))
+    except URLError:
+        return False
 
 
 def fill_in(browser: Browser, server: Server, ui: str, model: str, **words: str) -> str:

@@ -211,7 +211,7 @@ def test_a_candidate_whose_champion_is_gone_is_measured_anew_and_approved(
 
     asked = "awaiting: {} awaits approval until"
     assert asked.format("v2") in here("run", "digits", overrides=manual, code=5, api=api)
-    other = {**small, **gate, "publish.license": "mit"}
+    other = {**small, **gate, "train.learning_rate": 5e-4}
     assert "published: " in here("run", "digits", overrides=other, api=api)
     refused = decision("v2")
     assert refused.is_failed() and "the next run of its recipe measures it anew" in refused.message
