@@ -38,7 +38,7 @@ def decide(
 
     Args:
         model: Name of the model (publish.name).
-        decision: promote makes it the champion; reject never offers this model again.
+        decision: promote makes it the champion; its recipe does not offer a rejected one again.
         by: Who decides.
         version: The candidate's version, such as v2. Another candidate is refused.
         reason: Why; a rejection needs one.

@@ -361,10 +361,10 @@ def show_candidate(registry: Registry, candidate: Entry, form: str | None) -> li
         panels.append(Facts("Commands", commands))
     measured = json.loads(read(METRICS))
     verdicts = [Verdict(**verdict) for verdict in json.loads(read(GATE))]
-    rows = metric_rows(measured["metrics"], measured["differences"])
     panels.append(Table("Gate", as_rows(verdicts)))
-    panels.append(Table("Metrics and paired differences, with 95% confidence intervals", rows))
     panels.append(PicturePanel(f"Before and after: base above, {name} below", read(GRID)))
     if compared is not None:
         panels.append(PicturePanel(f"Base above, {compared} below", read(GRID, compared)))
+    rows = metric_rows(measured["metrics"], measured["differences"])
+    panels.append(Table("Metrics and paired differences, with 95% confidence intervals", rows))
     return [*panels, stage_links(registry.name, STAGES)]

@@ -53,21 +53,27 @@ def answers(server: Server) -> bool:
         return False
 
 
-def fill_in(browser: Browser, server: Server, ui: str, model: str, **words: str) -> str:
+def open_page(browser: Browser, ui: str, model: str, text: str) -> None:
+    """Open the newest page of a model, which shows a text."""
+    browser.open(f"{ui}/artifacts/key/{model}-model", "Created")
+    browser.page.locator("a[href*='/artifacts/artifact/']").first.click()
+    browser.wait_for(text)
+
+
+def fill_in(browser: Browser, ui: str, model: str, decision: str, **words: str) -> str:
     """Go from a candidate's page to its form, fill it in, and submit it; the run's id."""
     page = browser.page
-    browser.open(f"{ui}/artifacts/key/{model}-model", "awaits approval")
-    browser.settle()
-    browser.screenshot(f"approval-{model}", full_page=True)
-    page.get_by_role("link", name="the form").click()
-    browser.wait_for("Who decides.")
-    for label, value in words.items():
-        if label == "decision":
-            page.get_by_label("decision").click()
-            page.get_by_role("option", name=value).click()
-        else:
-            page.get_by_label(label).fill(value)
-    browser.screenshot(f"approval-form-{model}", full_page=True)
+    open_page(browser, ui, model, "awaits approval")
+    browser.screenshot(f"approval-{model}")
+    link = page.get_by_role("link", name="the form").get_attribute("href")
+    browser.open(f"{ui}{link}", "Who decides.")
+    fields = page.locator(".schema-form-property")
+    page.locator(".p-select-button__control").first.press("ArrowDown")  # opens the list
+    page.locator(".p-select-option", has_text=decision).click()
+    for name, value in words.items():
+        label = page.get_by_text(name, exact=True)
+        fields.filter(has=label).locator("textarea").fill(value)
+    browser.screenshot(f"approval-form-{model}")
     with page.expect_response("**/create_flow_run") as answer:
         page.get_by_role("button", name="Submit").click()
     return str(answer.value.json()["id"])
@@ -95,16 +101,15 @@ def test_candidates_are_approved_rejected_and_expire_over_a_restart(
     registries = {name: Registry(f"{toy['store']}/registry", name) for name in ("good", "poor")}
     with chromium() as browser:
         browser.open(f"{ui}/runs/flow-run/{run}", "Awaiting approval")
-        browser.screenshot("approval-run")
-        yes = fill_in(browser, server, ui, "good", decision="promote", by="anna")
+        yes = fill_in(browser, ui, "good", "promote", by="anna")
         assert server.ended(yes, PATIENCE) == "Promoted"
-        no = {"decision": "reject", "by": "ben", "reason": "strokes are too thin"}
-        assert server.ended(fill_in(browser, server, ui, "poor", **no), PATIENCE) == "Rejected"
-        browser.open(f"{ui}/artifacts/key/poor-model", "rejected by ben: strokes are too thin")
-        late = fill_in(browser, server, ui, "late", decision="promote", by="anna")
+        reason = {"reason (Optional)": "strokes are too thin"}
+        no = fill_in(browser, ui, "poor", "reject", by="ben", **reason)
+        assert server.ended(no, PATIENCE) == "Rejected"
+        open_page(browser, ui, "poor", "v2 was rejected by ben: strokes are too thin")
+        late = fill_in(browser, ui, "late", "promote", by="anna")
         assert server.ended(late, PATIENCE) == "Failed"
         browser.open(f"{ui}/runs/flow-run/{late}", "v2 expired on")
-        browser.screenshot("approval-expired")
         assert browser.errors == []
     champions = {name: one.history().champion for name, one in registries.items()}
     assert champions == {"good": "v2", "poor": "v1"}

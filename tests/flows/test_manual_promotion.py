@@ -144,7 +144,7 @@ def test_the_page_has_what_a_person_decides_on(run: Run) -> None:
     assert tables["Gate"][0]["verdict"] == "passed"
     (row,) = tables["Metrics and paired differences, with 95% confidence intervals"]
     assert {"base", "tuned", "champion", "tuned - champion"} <= row.keys()
-    assert titles[-3:-1] == ["Before and after: base above, v2 below", "Base above, v1 below"]
+    assert titles[4:6] == ["Before and after: base above, v2 below", "Base above, v1 below"]
     assert f"]({form})" in to_markdown("digits", panels)
     registry.approve("v2", "anna", "clear strokes")
     decided, *rest = show_candidate(registry, candidate, None)
