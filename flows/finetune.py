@@ -282,8 +282,8 @@ def finetune(
         force: The reason to publish a model that fails the gate. Its card and the history name it.
 
     Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; a published
-    model adds the `champion` and its last move, a rejected model the verdicts of the `gate` and the
-    artifact `verdict` with every number.
+    model adds the `champion` and its last move, one that a person decides on the `candidate` and
+    `why`, a rejected model the verdicts of the `gate` and the artifact `verdict` with every number.
     """
     flow_process.prepare_process()
     run_id = runtime.flow_run.id
