@@ -93,7 +93,7 @@ def test_candidates_are_approved_rejected_and_expire_over_a_restart(
 
     for name in ("good", "poor", "late"):
         published(name, "Completed")
-        days = 1e-5 if name == "late" else 14
+        days = 30 / 86400 if name == "late" else 14
         manual = {"promote": "manual", "approval_days": days, "license": "cc0-1.0"}
         run = published(name, "Awaiting approval", **manual)
         assert server.tasks(run)["publish"] == "Awaiting approval"
