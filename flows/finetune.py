@@ -63,7 +63,11 @@ def download(run: Run) -> StageResult:
 @redacted_errors()
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
-    stage = EncodeStage(run.recipe, images.load(run.store), run.base)
+    champion = run.champion
+    compared = None
+    if champion is not None:
+        compared = champion.load(run.store, DownloadStage.name, champion.compared_images)
+    stage = EncodeStage(run.recipe, images.load(run.store), run.base, compared)
     return run.ended(run.build(stage, [images]), stage.show)
 
 

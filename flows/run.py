@@ -241,7 +241,13 @@ class Run(Builder):
             return data
         compared = self.champion.comparison_set(self.recipe, self.store, latents)
         images, latents = compared or (images, latents)
-        return replace(data, images=images, latents=latents, training_images=data.images)
+        return replace(
+            data,
+            images=images,
+            latents=latents,
+            training_images=data.images,
+            training_latents=data.latents,
+        )
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures.
