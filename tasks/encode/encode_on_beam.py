@@ -90,9 +90,10 @@ class EncodeShard(beam.DoFn):
             with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
                 path = f"{folder}/shard.safetensors"
                 facts = self.open().encode(task.tar, task.sha256, path)
-                image = ImageShard(task.tar, task.sha256, self.plan.settings.max_pixels)
-                thumbnails = {SUFFIX: f"{folder}/shard{SUFFIX}"}
-                store.commit_shard(STAGE, image.key, thumbnails, {})
+                if self.plan.settings.holdout:
+                    image = ImageShard(task.tar, task.sha256, self.plan.settings.max_pixels)
+                    thumbnails = {SUFFIX: f"{folder}/shard{SUFFIX}"}
+                    store.commit_shard(STAGE, image.key, thumbnails, {})
                 return store.commit_shard(STAGE, task.key, {".safetensors": path}, facts)
 
     def _wait(self, owner: dict[str, Any]) -> None:

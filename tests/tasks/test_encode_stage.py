@@ -442,7 +442,14 @@ def test_cut_captions_are_summed_over_shards_reused_ones_too(
 def test_few_held_out_pictures_are_told(
     caplog: pytest.LogCaptureFixture, count: int, warns: bool
 ) -> None:
-    summary = {"samples": 100, "holdout": count, "bad": {}, "caption_tokens": {}, "cut": {}}
+    summary = {
+        "samples": 100,
+        "holdout": count,
+        "copies_left_out": 0,
+        "bad": {},
+        "caption_tokens": {},
+        "cut": {},
+    }
     encode.EncodeStage(encode_recipe("s", Path("base")), None, None).check(summary)
     expected = ["encode: fewer than 20 held-out pictures (19): a gate on them can hardly tell "]
     found = [record.message[: len(expected[0])] for record in caplog.records]
