@@ -196,6 +196,12 @@ def test_the_reference_pictures_are_those_of_the_split(store: Store, tmp_path: P
         np.testing.assert_array_equal([picture for *_, picture in found], expected)
         assert [sample.key for _, sample, _ in found] == [s.key for s in wanted]
         assert len(list(reference_pictures(artifact, TRANSFORM, 4, split, 2))) == 2
+    copies = {s.meta["sha256"] for s in trained[:2]}
+    rest = [
+        sample.key
+        for _, sample, _ in reference_pictures(artifact, TRANSFORM, 4, "train", LIMIT, copies)
+    ]
+    assert rest == [s.key for s in trained[2:]], "a copy of a held-out picture is not trained on"
     chosen = {(path, sample.key) for path, sample, _ in found[1:3]}
     again = find_pictures(artifact, chosen, TRANSFORM, 4)
     assert again.keys() == chosen
