@@ -33,7 +33,7 @@ from tasks.encode.crop_to_bucket import STAGE, BadSample, decode, is_holdout
 SIDE = 16  # of a thumbnail, pixels
 #: Correlation of thumbnails from which pictures are near-duplicates (docs/benchmarks.md).
 LEAST_CORRELATION = 0.96
-BLOCK = 4096  # pictures on each side of a matrix product
+BLOCK = 1024  # pictures on each side of a matrix product
 SUFFIX = ".npy"
 #: The sha256 of a downloaded picture, and the picture's thumbnail.
 THUMBNAIL = np.dtype([("id", "V32"), ("grey", "u1", (SIDE, SIDE))])
