@@ -177,7 +177,7 @@ class EncodeStage(Stage):
         return list(tasks.values())
 
     def check(self, summary: dict[str, Any]) -> None:
-        """Raise Failed for too many bad samples; warn of few held-out pictures, cut captions."""
+        """Raise Failed for too many bad samples; tell what few held-out pictures or copies mean."""
         settings = self.recipe.encode
         check_samples(summary, settings.max_bad)
         if 0 < summary["holdout"] < FEW_HELD_OUT:
@@ -186,6 +186,8 @@ class EncodeStage(Stage):
                 "models apart: raise encode.holdout (%g) or add pictures",
                 *(FEW_HELD_OUT, summary["holdout"], settings.holdout),
             )
+        if copies := summary["copies_left_out"]:
+            log.info("encode: %s near-duplicates of held-out pictures are not trained on", copies)
         total = sum(summary["caption_tokens"].values())
         tell_cuts(crop_to_bucket.STAGE, summary["cut"], total, "captions")
 

@@ -10,11 +10,14 @@ from encode_stage import Pictures, encode_recipe, images_of
 from picture_bytes import encode_picture
 from PIL import Image, ImageOps
 
-from artifacts.latent_shards import LatentShard, open_latents
+from artifacts.latent_shards import LatentScale, LatentShard, open_latents
 from artifacts.records import digest_bytes
 from artifacts.store import Artifact, Store
 from configs.errors import Failed
-from runtimes.data.sample_order import Order
+from runtimes.data.loader import BatchReader, Loader
+from runtimes.families import FAMILIES
+from runtimes.objective.noise_schedule import NoiseSchedule
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base
 from tasks.encode import near_duplicates
 from tasks.encode.crop_to_bucket import is_holdout
@@ -115,9 +118,9 @@ def trained_on(latents: Artifact) -> set[str]:
     """Sha256 of the pictures that come in an epoch of training."""
     opened = open_latents(latents.uri)
     shards = [LatentShard(ref.url) for ref in opened.shards]
-    groups = [ref.groups for ref in opened.shards]
-    left_out = [ref.left_out for ref in opened.shards]
-    order = Order(groups, batch_size=1, seed=0, window=1, left_out=left_out)
+    schedule = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
+    reader = BatchReader(opened, FAMILIES["sdxl"], Objective(schedule, LatentScale(0.5), seed=0))
+    order = Loader(reader, batch_size=1, seed=0, window=1).order
     places = [place for step in range(order.total) for place in order.batch(step)]
     ids = [shards[place.shard].sample(place.group, place.row).id.hex() for place in places]
     assert len(ids) == len(set(ids)) == opened.training
