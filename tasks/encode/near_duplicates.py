@@ -29,6 +29,7 @@ from artifacts.records import digest_json, read_checked
 from artifacts.store import Artifact, Shard, Store
 from runtimes.process.launcher import count_cores
 from tasks.encode.crop_to_bucket import STAGE, BadSample, decode, is_holdout
+from tasks.progress import Report
 
 SIDE = 16  # of a thumbnail, pixels
 #: Correlation of thumbnails from which pictures are near-duplicates (docs/benchmarks.md).
@@ -159,6 +160,7 @@ def copies_of_held_out(
     thumbnails: Sequence[Shard],
     compared: Sequence[Shard],
     holdout: float,
+    progress: Report,
 ) -> LeftOut:
     """The training samples of latent shards that are near-duplicates of held-out pictures.
 
@@ -175,11 +177,14 @@ def copies_of_held_out(
     ]
     others = mirror_parts(np.concatenate(held_out))
     left_out: LeftOut = {}
-    for shard, of_shard in zip(latents, thumbnails, strict=True):
+    total = len(latents)
+    for number, (shard, of_shard) in enumerate(zip(latents, thumbnails, strict=True), 1):
         training = split_thumbnails(store, of_shard, holdout)[1]
         copies = set(training["id"][near_any(training["grey"], others)].tolist())
         if copies and (rows := _rows(store, shard, copies)):
             left_out[shard.key] = rows
+        words = f"{number:,} of {total:,} shards searched for copies of held-out pictures"
+        progress(number, total, words)
     return left_out
 
 

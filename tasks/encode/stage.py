@@ -83,7 +83,7 @@ class EncodeStage(Stage):
         shards = self.encode_missing(draft.store, f"{draft.path}/{REPORTS}", progress)
         info = dict(base.encoders)
         searches = self.recipe.encode.holdout and self.recipe.encode.leave_out_copies
-        left_out = self._leave_out(draft, shards) if searches else {}
+        left_out = self._leave_out(draft, shards, progress) if searches else {}
         summary = summarise(shards, info["vae_scale_factor"], base.caption_limits)
         summary["copies_left_out"] = sum(map(count_left_out, left_out.values()))
         check_samples(summary, self.recipe.encode.max_bad)
@@ -109,7 +109,7 @@ class EncodeStage(Stage):
         draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
         return summary | {"run": runtime_facts(self.recipe.runtime)}
 
-    def _leave_out(self, draft: Draft, shards: Sequence[Shard]) -> LeftOut:
+    def _leave_out(self, draft: Draft, shards: Sequence[Shard], progress: Report) -> LeftOut:
         """Name the thumbnail shards and the copies of held-out pictures in the draft."""
         store = draft.store
         max_pixels = self.recipe.download.max_pixels
@@ -118,7 +118,7 @@ class EncodeStage(Stage):
         if self.compared is not None:
             compared = thumbnail_shards(store, image_shards(self.compared, max_pixels))
         holdout = self.recipe.encode.holdout
-        left_out = copies_of_held_out(store, shards, thumbnails, compared, holdout)
+        left_out = copies_of_held_out(store, shards, thumbnails, compared, holdout, progress)
         for shard in thumbnails:
             draft.add_shard(shard)
         if left_out:
