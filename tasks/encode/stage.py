@@ -48,7 +48,7 @@ class EncodeStage(Stage):
     recipe: Recipe
     images: Artifact
     base: Base
-    #: Images with the held-out pictures of a champion's evaluation; None: a retraining has others.
+    #: Images with the held-out pictures of a champion's evaluation; None without a champion.
     compared: Artifact | None = None
 
     name = crop_to_bucket.STAGE
@@ -113,10 +113,12 @@ class EncodeStage(Stage):
         """Name the thumbnail shards and the copies of held-out pictures in the draft."""
         store = draft.store
         max_pixels = self.recipe.download.max_pixels
-        thumbnails = thumbnail_shards(store, image_shards(self.images, max_pixels))
+        images = image_shards(self.images, max_pixels)
+        thumbnails = thumbnail_shards(store, images)
         compared: list[Shard] = []
         if self.compared is not None:
-            compared = thumbnail_shards(store, image_shards(self.compared, max_pixels))
+            others = set(image_shards(self.compared, max_pixels)) - set(images)
+            compared = thumbnail_shards(store, [*others])
         holdout = self.recipe.encode.holdout
         left_out = copies_of_held_out(store, shards, thumbnails, compared, holdout, progress)
         for shard in thumbnails:
