@@ -135,7 +135,7 @@ def here(
             main()
         said = capsys.readouterr()
         assert (end.value.code or 0) == code, said.out + said.err
-        return said.out if code == 0 else said.err or said.out
+        return said.err + said.out if code else said.out
 
     return call
 
