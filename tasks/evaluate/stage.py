@@ -57,6 +57,14 @@ def settings_for_key(recipe: Recipe, rounds: int = 1) -> dict[str, Any]:
     }
 
 
+def measured_by(recipe: Recipe) -> dict[str, Any]:
+    """The base, and the models that measure pictures, as the recipe names them."""
+    settings = recipe.evaluate.model_dump(
+        mode="json", include={"clip", "image_encoder", "inception"}
+    )
+    return {"model": recipe.model.model_dump(mode="json"), **settings}
+
+
 def check(recipe: Recipe) -> None:
     """Raise Refused for an unreadable prompt file, or a judge with a wrong prompt or name."""
     known = Counter(metrics.metric_names(recipe))
@@ -137,7 +145,8 @@ class Measurement(Stage):
         keys = {model: first.key for model, (first, *_) in drawn.items()}
         run_facts = runtime_facts(self.data.recipe.runtime)
         counts = {"pictures": len(suite.prompts), "rounds": self.data.rounds, "drawn": keys}
-        return {**counts, **facts, "run": run_facts}
+        named = measured_by(self.data.recipe)
+        return {**counts, **facts, "run": run_facts, "measured_by": named}
 
 
 @dataclass(frozen=True)
