@@ -145,8 +145,7 @@ class Measurement(Stage):
         keys = {model: first.key for model, (first, *_) in drawn.items()}
         run_facts = runtime_facts(self.data.recipe.runtime)
         counts = {"pictures": len(suite.prompts), "rounds": self.data.rounds, "drawn": keys}
-        named = measured_by(self.data.recipe)
-        return {**counts, **facts, "run": run_facts, "measured_by": named}
+        return {**counts, **facts, "run": run_facts}
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,8 @@ class EvaluateStage(Measurement):
             "differences": {name: {"base": estimate} for name, estimate in compared.items()},
             "memorization": self._memorization(suite, drawn["tuned"], tuned, draft),
         }
-        return self.write(draft, suite, drawn, measured, facts) | {"cut": cuts}
+        named = {"cut": cuts, "measured_by": measured_by(data.recipe)}
+        return self.write(draft, suite, drawn, measured, facts) | named
 
     def _memorization(
         self,

@@ -145,18 +145,17 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
     value, between, within = math.nan, 1.0, 0.0
     if prior is not None:
         value, (between, within) = prior.level, prior.variances(factor)
-    gained = GAINS.get(name, 0.0)
-    words = f"gained {gained:.0%}"
+    share = GAINS.get(name, 0.0)
+    words, gained = f"gained {share:.0%}", share * value
     tuned, base = (evaluated.get(model, {}).get(rule.metric) for model in ("tuned", "base"))
-    if tuned is not None and base is not None:
+    if tuned is not None and base is not None and base.n > 1:
         value, units = base.value, base.prompts or base.n
         measured = squared_error(tuned, base, factor) * units
         scale = measured / (between + within * units / base.n)
         between, within = between * scale, within * scale
-        if rule.model != "champion":
-            words, gained = "gained what the last one did", sign * (tuned.value - value) / value
+        words, gained = "gained what the last one did", sign * (tuned.value - value)
     allowed = sign * (value - factor * value - offset)  # to lose
-    gap = gained * value + allowed
+    gap = gained + allowed
     if allowed > 0:
         words, gap = "lost a tenth of what it may", (1.0 - HARMLESS) * allowed
     return Difference(words, gap, between, within) if gap > 0 and between + within > 0 else None
@@ -207,7 +206,8 @@ def _of_drawn(rule: Rule, difference: Difference, settings: Evaluate) -> str | N
     enough = (n for n in more if chance(looks_of(rule, settings, n)) >= ENOUGH)
     remedies += [f"set evaluate.max_pictures to {drawn * n}" for n in islice(enough, 1)]
     what = f"{looks[-1].pictures} pictures of {looks[-1].prompts} prompts"
-    return _told(what, difference, chance(looks), " or ".join(remedies))
+    share = f"{'about' if len(looks) == 1 else 'at least'} {chance(looks):.0%}"
+    return _told(what, difference, share, " or ".join(remedies))
 
 
 def _with_prompts(factor: float, look: Look) -> Look:
@@ -226,11 +226,12 @@ def _of_held_out(rule: Rule, difference: Difference, pictures: int) -> str | Non
     counts = range(pictures + 1, MOST_PROMPTS)
     enough = next((count for count in counts if chance(count) >= ENOUGH), None)
     remedy = f"hold back {enough} (encode.holdout, evaluate.holdout_samples)" if enough else ""
-    return _told(f"{pictures} held-out pictures", difference, chance(pictures), remedy)
+    share = f"about {chance(pictures):.0%}"
+    return _told(f"{pictures} held-out pictures", difference, share, remedy)
 
 
-def _told(what: str, difference: Difference, share: float, remedy: str) -> str:
+def _told(what: str, difference: Difference, share: str, remedy: str) -> str:
     return (
-        f"{what} decide it in about {share:.0%} of the runs of a model that {difference.model}: "
+        f"{what} decide it in {share} of the runs of a model that {difference.model}: "
         f"{remedy or 'no number of them is enough: change the rule'}"
     )

@@ -13,6 +13,7 @@ from bench import gate_power as simulated
 from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, leveled_rules, share
 from configs.load_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
+from flows.show_plan import show_plan
 from tasks.build_or_reuse import BOOTSTRAP, METRICS
 from tasks.evaluate.distances import Resampling, mean, to_npz
 from tasks.evaluate.metrics import most_rounds
@@ -98,6 +99,8 @@ def test_an_undecidable_rule_is_told_with_numbers_that_are_enough() -> None:
         f"gate rule {OLD!r}: 10 pictures of 5 prompts decide it in about 66% of the runs of a "
         "model that lost a tenth of what it may: list 9 prompts in evaluate.prompts.old"
     )
+    (line,) = undecidable(with_old(5, 2, 40), {})
+    assert "40 pictures of 5 prompts decide it in at least 48%" in line, "by the levels of looks"
     assert [*undecidable(with_old(8, 2), {})] != [] and [*undecidable(with_old(9, 2), {})] == []
 
 
@@ -182,3 +185,12 @@ def test_a_rule_without_a_prior_is_told_of_by_an_evaluation(tmp_path: Path) -> N
     assert "a model that gained what the last one did" in "".join(
         undecidable(recipe, newest_estimates(recipe, store))
     )
+
+
+def test_a_plan_tells_it_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flows.show_plan.plan_for", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        show_plan(with_old(5, 2), None, "24GB", search=False, as_json=False)
+    assert "10 pictures of 5 prompts decide it" in caplog.text
