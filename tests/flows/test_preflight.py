@@ -379,7 +379,8 @@ def test_rules_without_held_out_pictures_are_refused_before_training(small: dict
 def test_few_held_out_pictures_are_told_before_training(
     small: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = load_recipe("digits", {**small, "publish.gate": ["holdout_loss < base at 95%"]})
+    rule = "holdout_loss < base at 95%"
+    recipe = load_recipe("digits", {**small, "evaluate.bootstrap": 40, "publish.gate": [rule]})
     for held_out, told in ((16, 0), (8, 1)):
         shard = ShardRef("", 0, "", {"holdout/8x8": held_out})
         check_gate_rules(recipe, Latents({}, [shard]))

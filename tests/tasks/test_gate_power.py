@@ -11,7 +11,7 @@ import pytest
 from artifacts.store import KeyParts, Store
 from bench import gate_power as simulated
 from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, leveled_rules, share
-from configs.load_recipe import load_recipe, recipe_names
+from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from flows.show_plan import show_plan
 from tasks.build_or_reuse import BOOTSTRAP, METRICS
@@ -190,7 +190,28 @@ def test_a_rule_without_a_prior_is_told_of_by_an_evaluation(tmp_path: Path) -> N
 def test_a_plan_tells_it_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("flows.show_plan.plan_for", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("flows.show_plan.open_configs", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         show_plan(with_old(5, 2), None, "24GB", search=False, as_json=False)
     assert "10 pictures of 5 prompts decide it" in caplog.text
+
+
+def test_the_bench_has_a_row_for_recipes_with_equal_rules(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["flux-lora", "flux-schnell", "digits-base"]
+    assert simulated.main(["--recipes", *names, "--draws", "2"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert len(figures) == 4
+    row = figures[f"{OLD}: flux-lora, flux-schnell"]
+    assert row["harmless, least"] == 1.0 and row["bad, most"] == 0.0
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_page_of_benchmarks_has_each_rule_of_each_recipe(name: str) -> None:
+    lines = (CHECKOUT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
+    for rule in leveled_rules(load_recipe(name)):
+        of_rule = [line for line in lines if line.startswith(f"| `{rule.text}` |")]
+        (row,) = [line for line in of_rule if f"`{name}`" in line]
+        harmless, borderline, bad, rounds = map(float, row.split("|")[3:7])
+        assert harmless >= 0.95 and borderline <= 0.05 and bad <= 0.05 and rounds <= 1.5
