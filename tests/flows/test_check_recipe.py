@@ -241,6 +241,7 @@ def test_a_gate_and_prompts_that_a_run_refuses_are_problems(
         (2, "problem", "± 12.7 standard errors wide with 2 prompts (± 2.4 with 8): list 5 or more"),
         (5, "note", "decide it in about 46% of the runs of a model that lost a tenth of what it"),
     ],
+    ids=["refused", "told"],
 )
 def test_a_rule_on_few_prompts_is_refused_or_told(prompts: int, level: str, line: str) -> None:
     rule = "clip_score/old >= base * 0.9 at 95%"

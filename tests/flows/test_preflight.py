@@ -380,7 +380,8 @@ def test_few_held_out_pictures_are_told_before_training(
     small: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     rule = "holdout_loss < base at 95%"
-    recipe = load_recipe("digits", {**small, "evaluate.bootstrap": 40, "publish.gate": [rule]})
+    more = {"evaluate.bootstrap": 40, "evaluate.holdout_samples": 256}
+    recipe = load_recipe("digits", {**small, **more, "publish.gate": [rule]})
     for held_out, told in ((16, 0), (8, 1)):
         shard = ShardRef("", 0, "", {"holdout/8x8": held_out})
         check_gate_rules(recipe, Latents({}, [shard]))
