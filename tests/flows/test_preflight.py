@@ -257,6 +257,22 @@ def test_a_setting_without_effect_is_told_and_is_not_in_the_run(
     assert "encode.seed has no effect with encode.crop: center and encode.masks: 0" in caplog.text
 
 
+def test_a_rule_with_a_level_on_few_prompts_is_refused_before_it_is_judged(
+    small: dict[str, Any],
+) -> None:
+    given = {
+        **small,
+        "evaluate.prompts.old.prompts": ["a handwritten zero in red ink on white paper", "a one"],
+        "evaluate.bootstrap": 40,
+        "publish.gate": ["clip_score/old >= base * 0.9 at 95%", "clip_score/new >= base at 95%"],
+    }
+    recipe = load_recipe("digits", given)
+    prepare(recipe, until="evaluate")
+    said = "clip_score/old .* its interval is ± 12.7 standard errors wide with 2 prompts"
+    with pytest.raises(Refused, match=said):
+        prepare(recipe)
+
+
 def test_a_rule_that_few_prompts_decide_is_told_before_it_is_judged(
     small: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
