@@ -59,6 +59,7 @@ def test_a_second_round_draws_its_own_pictures_alone(world: World) -> None:
     assert first.latents is not None and second.latents is None
     assert (once.summary["rounds"], twice.summary["rounds"]) == (1, 2)
     assert once.summary["drawn"] == twice.summary["drawn"]
+    assert once.summary["measured_by"]["model"]["path"] == world.recipe.model.path
     tars = [Path(entry.path).name for entry in twice.files if entry.path.endswith(".tar")]
     keys = [name.partition(".")[0] for name in tars]
     assert len(set(keys)) == 4, "two models, two rounds"
