@@ -18,7 +18,7 @@ from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
-from configs.settings.recipe import NAME
+from configs.settings.recipe import NAME, team_of
 from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import TABULATED, drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
@@ -46,7 +46,7 @@ SHOWN = 20  # pictures in the report
 def locate(settings: Generate) -> str:
     """The model's folder, hub id or URL; for a name or `name@version`, that in the registry.
 
-    `vision/digits` is a hub id, or a folder, if the registry has no such model.
+    A name with a slash is a folder or a hub id, if the registry has no team of that name.
 
     Raises:
         Refused: the folder, the name or the version does not exist.
@@ -56,9 +56,11 @@ def locate(settings: Generate) -> str:
     if re.fullmatch(NAME, name):
         models = Registry(registry_url(settings.store, settings.registry), name)
         published = models.find(version) if version else models.champion()
-        is_hub_id = "/" in name  # or of a team, which the registry would have
-        if published is None and not is_hub_id and not Path(name).is_dir():
-            others = [model for model in model_names(models.store) if model != name]
+        known = model_names(models.store) if published is None else []
+        # Other names with a slash are hub ids: a typing error must not fetch a stranger's model.
+        is_name = team_of(name) in map(team_of, ["", *known])
+        if published is None and is_name and not Path(name).is_dir():
+            others = [model for model in known if model != name]
             hint = hint_of(name, others) if others else "`kiln ls` lists the published models"
             raise Refused(
                 f"model {name}: it is neither a folder nor a champion in {models.store.url} "
