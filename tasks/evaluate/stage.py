@@ -58,7 +58,8 @@ def settings_for_key(recipe: Recipe, rounds: int = 1) -> dict[str, Any]:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise Refused for an unreadable prompt file, or a judge with a wrong prompt or name."""
+    """Raise Refused for prompts, rounds or judges that cannot be evaluated."""
+    metrics.most_rounds(recipe.evaluate)
     known = Counter(metrics.metric_names(recipe))
     for judge in judge_names(recipe.evaluate.judges):
         names = metrics.by_set(judge, recipe.evaluate.prompts)

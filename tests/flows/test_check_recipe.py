@@ -235,14 +235,13 @@ def test_a_gate_and_prompts_that_a_run_refuses_are_problems(
     assert line in found
 
 
-def test_a_rule_with_a_level_on_few_prompts_is_a_note() -> None:
+def test_a_rule_with_a_level_on_few_prompts_is_a_problem() -> None:
     rule = "clip_score/old >= base * 0.9 at 95%"
     few = {"evaluate.prompts.old.prompts": ["a zero", "a one"], "publish.gate": [rule]}
-    notes = check(load_recipe("digits", few))["note"]
-    (said,) = [line for line in notes if line not in check(load_recipe("digits"))["note"]]
+    (said,) = check(load_recipe("digits", few))["problem"]
     assert said == (
         f"gate rule {rule!r}: its interval is ± 12.7 standard errors wide with 2 prompts (± 2.4 "
-        "with 8): list more in evaluate.prompts.old, with fewer images_per_prompt"
+        "with 8): list 5 or more in evaluate.prompts.old, with fewer images_per_prompt"
     )
 
 

@@ -257,8 +257,8 @@ def test_a_setting_without_effect_is_told_and_is_not_in_the_run(
     assert "encode.seed has no effect with encode.crop: center and encode.masks: 0" in caplog.text
 
 
-def test_a_rule_with_a_level_on_few_prompts_is_told_before_it_is_judged(
-    small: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_a_rule_with_a_level_on_few_prompts_is_refused_before_it_is_judged(
+    small: dict[str, Any],
 ) -> None:
     given = {
         **small,
@@ -268,10 +268,9 @@ def test_a_rule_with_a_level_on_few_prompts_is_told_before_it_is_judged(
     }
     recipe = load_recipe("digits", given)
     prepare(recipe, until="evaluate")
-    assert "standard errors" not in caplog.text
-    prepare(recipe)
-    assert caplog.text.count("its interval is ± 12.7 standard errors wide with 2 prompts") == 1
-    assert "clip_score/new" not in caplog.text  # of ten prompts
+    said = "clip_score/old .* its interval is ± 12.7 standard errors wide with 2 prompts"
+    with pytest.raises(Refused, match=said):
+        prepare(recipe)
 
 
 def test_a_warning_that_concerns_all_trials_of_a_sweep_is_told_once(

@@ -292,6 +292,16 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
     assert DecisionStage(recipe, CHANGES, champion, judged_otherwise).why_unchanged(store) is None
 
 
+def test_an_undecided_model_is_judged_again(run: Run) -> None:
+    """`evaluate.max_pictures`, which is in no key, may allow more pictures."""
+    publish_model(run, "first")
+    champion = find_champion(publish.registry_of(run.recipe), run.store)
+    report = {"status": "undecided", "model": None}
+    stage = DecisionStage(run.recipe, CHANGES, champion, MODELS, report)
+    run.build(stage)
+    assert stage.why_unchanged(run.store) is None
+
+
 @pytest.mark.parametrize("stage", ["download", "encode", "train", "evaluate", "publish"])
 def test_a_decision_is_made_again_with_another_version_of_a_stage(
     run: Run, monkeypatch: pytest.MonkeyPatch, stage: str
