@@ -232,6 +232,7 @@ def finetune(
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, task_limits.revealed(overrides))
+        flow_process.name_run(checked.publish.name)
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
     states = list(islice(stages_of(run), 1 + STAGES.index(until)))
     return final_state(report_of([state.result() for state in states]), states[-1])

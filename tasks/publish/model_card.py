@@ -229,7 +229,7 @@ def write_card(
         base_path=place_in_code(recipe.model.path),
         vae=None if vae is None or weights.pipeline else place_in_code(vae, VAES),
         weights=weights,
-        adapter_rows=_adapter_rows(recipe.publish.name, recipe.train.lora, weights),
+        adapter_rows=_adapter_rows(recipe.publish.file_stem, recipe.train.lora, weights),
         prompt=next(iter(_first_prompts(drawing)), "a prompt"),
         training=training,
         guidance=_guidance(drawing, weights.family),

@@ -4,6 +4,8 @@
 <registry>/<name>/history.json   every change of the champion, oldest first; the last holds
 <registry>/<name>/champion       follows it: a symlink if local, else an object with the name
 
+A name with a team is two folders, `vision/digits`.
+
 A publication takes the next number, writes the files, then the manifest. It deletes what a
 killed publication left under another number, and publishes a damaged version anew. The history
 changes by compare-and-swap (artifacts/compare_and_swap.py), so no change is lost; the alias
@@ -29,7 +31,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts import records
 from artifacts.compare_and_swap import VersionedContent, create, read, remove, swap
-from artifacts.filesystems import delete_tree, subfolders
+from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.gc import record_registry
 from artifacts.lock import Lock, hold
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
@@ -42,6 +44,7 @@ log = logging.getLogger("kiln")
 CHAMPION = "champion"  # an alias, also a file's name
 CANDIDATE = "candidate"
 HISTORY = "history.json"
+VERSION = r"v\d+"  # pattern of its name
 ROLLED_BACK = "rolled back"
 MODEL = "key_without_champion"  # of a move
 Moves = list[dict[str, Any]]  # {version, key_without_champion, why, at, token}, oldest first
@@ -73,6 +76,29 @@ def _key_without_champion(settings: Mapping[str, Any], inputs: Mapping[str, str]
 def registry_url(store: str, registry: str | None) -> str:
     """URL of a registry: `registry` if given, else the folder of that name in the store."""
     return registry or Store(store).url_of("registry")
+
+
+def model_names(place: Store) -> list[str]:
+    """Names of the models in a registry, of teams too. Raises as the filesystem does.
+
+    A folder is a model's if it has a history or versions. One that is named like a team has the
+    team's models besides.
+    """
+    names = []
+    for first in subfolders(place.fs, place.root):
+        inside = subfolders(place.fs, f"{place.root}/{first}")
+        of_team = [f"{first}/{name}" for name in inside if not _is_of_model(name)]
+        names += [name for name in (first, *of_team) if _is_model(place, name)]
+    return names
+
+
+def _is_model(place: Store, name: str) -> bool:
+    return any(map(_is_of_model, map(name_of, entries(place.fs, f"{place.root}/{name}"))))
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a file or folder in a model's folder is its champion, its history or a version."""
+    return re.fullmatch(rf"{CHAMPION}|{re.escape(HISTORY)}.*|{VERSION}", name) is not None
 
 
 class Champions:
@@ -294,11 +320,11 @@ class Registry:
     def version(self, name: str) -> Version:
         """The version with a name such as v2. Raises Refused if it does not exist."""
         # Any other name is no folder of a version.
-        version = self._version(name) if re.fullmatch(r"v\d+", name) else None
+        version = self._version(name) if re.fullmatch(VERSION, name) else None
         if version is None:
             names = ", ".join(version.name for version in self.versions())
             if not names:
-                models = subfolders(self.fs, self.store.root) or ["none"]
+                models = model_names(self.store) or ["none"]
                 hint = hint_of(self.name, models)
                 raise Refused(f"{self.name} {name}: no such model in the registry ({hint})")
             raise Refused(f"{self.name} {name}: no such version (there are: {names})")
@@ -439,7 +465,7 @@ class Registry:
                 yield name, manifest
 
     def _version_names(self) -> list[str]:
-        names = (name for name in subfolders(self.fs, self.root) if re.fullmatch(r"v\d+", name))
+        names = (name for name in subfolders(self.fs, self.root) if re.fullmatch(VERSION, name))
         return sorted(names, key=lambda name: int(name[1:]))
 
     def _add(self, artifact: Artifact, lock: Lock) -> Version:

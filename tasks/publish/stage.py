@@ -362,7 +362,7 @@ class PublishStage(Stage):
                 lora,
                 self.base,
                 out if alone else out / "lora",
-                name=settings.name,
+                name=settings.file_stem,
                 dtype=settings.dtype,
                 scheduler=tuned.parts.get("scheduler"),
             )
