@@ -25,24 +25,30 @@ Equal content is written as equal bytes. The split in a tensor's name is `train`
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
-from artifacts.records import parse_json, read_checked, read_record
+from artifacts.records import FileEntry, parse_json, read_checked, read_record
 from artifacts.tensor_header import TensorPlace, header_bytes, read_header
 
 Float32 = NDArray[np.float32]
 
 INFO = "latents.json"
+LEFT_OUT = "left_out.json"
+#: Content of left_out.json: shard's key -> group -> row -> sha256 (hex) of the picture. Training
+#: leaves these near-duplicates of held-out pictures out. The file is absent without any.
+LeftOut = dict[str, dict[str, dict[int, str]]]
 #: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
 DTYPES = {
     name: np.dtype(kind)
@@ -228,6 +234,8 @@ class ShardRef:
     size: int  # bytes
     sha256: str
     groups: dict[str, int]  # `<split>/<h>x<w>` -> samples
+    #: `train/<h>x<w>` -> row -> sha256 (hex) of samples that training leaves out.
+    left_out: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -251,13 +259,69 @@ class Latents:
 
     @property
     def training(self) -> int:
-        """Number of training samples; mirrored copies do not count."""
-        return sum(n for group, n in self.groups().items() if group.startswith("train/"))
+        """Number of training samples; mirrored ones and those left out do not count."""
+        stored = sum(n for group, n in self.groups().items() if group.startswith("train/"))
+        left_out = (rows for shard in self.shards for rows in shard.left_out.values())
+        return stored - sum(map(len, left_out))
+
+    @property
+    def left_out(self) -> set[str]:
+        """Sha256 (hex) of the pictures that training leaves out."""
+        groups = (rows.values() for shard in self.shards for rows in shard.left_out.values())
+        return {sha256 for rows in groups for sha256 in rows}
 
     @property
     def held_out(self) -> int:
         """Number of held-out samples."""
         return sum(n for group, n in self.groups().items() if group.startswith("holdout/"))
+
+
+def shard_key(path: str) -> str:
+    """The key of a shard, by the path or URL of its file."""
+    return path.rpartition("/")[2].partition(".")[0]
+
+
+def encode_left_out(left_out: LeftOut) -> bytes:
+    """The bytes of left_out.json."""
+    return json.dumps(left_out, sort_keys=True).encode()
+
+
+def read_left_out(fs: AbstractFileSystem, root: str, files: Iterable[FileEntry]) -> LeftOut:
+    """The content of a latents artifact's left_out.json; nothing without the file.
+
+    Args:
+        root: path of the artifact's folder.
+        files: those of its manifest.
+
+    Raises:
+        Damaged: it has another sha256.
+    """
+    entry = next((file for file in files if file.path == LEFT_OUT), None)
+    if entry is None:
+        return {}
+    stored = parse_json(read_checked(fs, root, LEFT_OUT, entry.sha256))
+    return {
+        key: {group: {int(row): i for row, i in rows.items()} for group, rows in groups.items()}
+        for key, groups in stored.items()
+    }
+
+
+def read_training_ids(fs: AbstractFileSystem, path: str) -> dict[str, list[bytes]]:
+    """`train/<h>x<w>` -> sha256 of each sample of a shard; no other tensor is read.
+
+    Raises:
+        ValueError: the file is not a latent shard, or is cut short.
+    """
+    ids = {}
+    with fs.open(path, "rb") as stream:
+        _, places = read_header(stream, DTYPES)
+        for name, place in places.items():
+            if name.startswith("train/") and name.endswith("/id"):
+                stream.seek(place.start)
+                data = stream.read(place.size)
+                rows = (data[start : start + 32] for start in range(0, place.size, 32))
+                ids[name.removesuffix("/id")] = [*rows]
+    return ids
 
 
 def open_latents(url: str) -> Latents:
@@ -275,11 +339,14 @@ def open_latents(url: str) -> Latents:
     if record is None or info is None:
         raise ValueError(f"{url}: no latents artifact is there")
     stage_url = url.rstrip("/").rpartition("/")[0]
+    left_out = read_left_out(fs, root, record["files"])
     shards = []
     for entry in sorted(record["files"], key=lambda entry: entry.path):
         if entry.path.endswith(".safetensors"):
             place = f"{stage_url}/{entry.path.removeprefix('../')}"
-            shards.append(ShardRef(place, entry.size, entry.sha256, dict(entry.meta["groups"])))
+            rows = left_out.get(shard_key(entry.path), {})
+            groups = dict(entry.meta["groups"])
+            shards.append(ShardRef(place, entry.size, entry.sha256, groups, rows))
     return Latents(parse_json(read_checked(fs, root, INFO, info.sha256)), shards)
 
 

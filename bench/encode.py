@@ -44,7 +44,7 @@ from bench.training_step_workloads import THREADS, Context, run_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
-from tasks.encode.crop_to_bucket import TransformSettings, transform
+from tasks.encode.crop_to_bucket import TransformSettings, decode, transform
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.encoder_processes import EncoderPool, EncoderProcess, EncodingPlan
 
@@ -407,10 +407,11 @@ def _decoded(size: Size) -> tuple[np.ndarray, list[str]]:
     samples = [sample for shard in range(size.shards) for sample in _samples(size, shard)]
     settings = _transform(size)
     buckets = [(size.side, size.side)]
-    pixels = [
-        transform(sample.image, sample.source_sha256, sample.meta, settings, buckets)[0].pixels
-        for sample in samples
-    ]
+    pixels = []
+    for sample in samples:
+        image = decode(sample.image, settings.max_pixels)
+        (seen,) = transform(image, sample.source_sha256, sample.meta, settings, buckets)
+        pixels.append(seen.pixels)
     return np.stack(pixels), [sample.captions[0] for sample in samples]
 
 

@@ -46,6 +46,7 @@ def decide(
     """
     flow_process.prepare_process()
     with redacted_errors():
+        flow_process.name_run(model)
         return _decide(Registry(registry, model), decision, version, by, reason)
 
 

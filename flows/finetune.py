@@ -74,7 +74,11 @@ def download(run: Run) -> StageResult:
 @redacted_errors()
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
-    stage = EncodeStage(run.recipe, images.load(run.store), run.base)
+    champion = run.champion
+    compared = None
+    if champion is not None:
+        compared = champion.load(run.store, DownloadStage.name, champion.compared_images)
+    stage = EncodeStage(run.recipe, images.load(run.store), run.base, compared)
     return run.ended(run.build(stage, [images]), stage.show)
 
 
@@ -289,6 +293,7 @@ def finetune(
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, task_limits.revealed(overrides))
+        flow_process.name_run(checked.publish.name)
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
     states = list(islice(stages_of(run), 1 + STAGES.index(until)))
     return final_state(report_of([state.result() for state in states]), states[-1])

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from prefect import runtime
 from prefect.client.base import ServerType
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
@@ -30,6 +31,7 @@ from rich.console import Console
 
 from configs.errors import UserError
 from configs.secrets import redact_logs
+from flows.task_limits import team_tags
 from tasks.child_process import stopping
 
 log = logging.getLogger("kiln")
@@ -105,6 +107,18 @@ def _is_ending(run: FlowRun) -> bool:
 
 def _has_ended(run: FlowRun) -> bool:
     return run.state is not None and run.state.is_final()
+
+
+def name_run(model: str) -> None:
+    """Name the run of a team's model by it, since teams may name recipes alike, and tag it."""
+    context = FlowRunContext.get()
+    if not (tags := team_tags(model)) or context is None or context.flow_run is None:
+        return
+    run = context.flow_run
+    run.name = f"{runtime.flow_run.flow_name} {model}"
+    run.tags = sorted({*run.tags, *tags})
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(run.id, name=run.name, tags=run.tags)
 
 
 def log_to_prefect() -> None:

@@ -128,6 +128,7 @@ def retrain(
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, task_limits.revealed(overrides))
+        flow_process.name_run(checked.publish.name)
         run = prepare(checked, run_id=run_id)
         with one_at_a_time(registry_of(run.recipe)):
             return _retrain(run)

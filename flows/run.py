@@ -8,6 +8,7 @@ starts from a champion.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +35,13 @@ from tasks.plan.disk import check_disk
 from tasks.preflight import Doors
 from tasks.progress import Progress
 from tasks.publish import stage as publish
+from tasks.publish.gate_power import newest_estimates, undecidable
 from tasks.publish.promotion_gate import check_rules, needs_pictures
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import plan_changes
+
+log = logging.getLogger("kiln")
 
 
 def prepare(
@@ -111,12 +115,19 @@ def _deployments(doors: Doors) -> None:
 
 
 def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
-    """Raise Refused for rules on metrics that these latents do not support."""
+    """Raise Refused for rules on metrics that these latents do not support.
+
+    Rules that so few held-out pictures hardly decide are warned of.
+    """
     count = latents.held_out
     share = f"encode.holdout {recipe.encode.holdout:g}"
     hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"
     known = metric_names(recipe, held_out=count)
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
+    if count:
+        evaluated = newest_estimates(recipe, Store(recipe.store))
+        for line in undecidable(recipe, evaluated, held_out=count):
+            log.warning("%s", line)
 
 
 @dataclass(frozen=True)
@@ -241,7 +252,13 @@ class Run(Builder):
             return data
         compared = self.champion.comparison_set(self.recipe, self.store, latents)
         images, latents = compared or (images, latents)
-        return replace(data, images=images, latents=latents, training_images=data.images)
+        return replace(
+            data,
+            images=images,
+            latents=latents,
+            training_images=data.images,
+            training_latents=data.latents,
+        )
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures.

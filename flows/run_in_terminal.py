@@ -255,7 +255,12 @@ def run(
                 from tasks.compare_sweep_trials import check_metric
 
                 check_metric(recipes[0])
-    report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
+    from prefect import tags
+
+    from flows.task_limits import team_tags
+
+    with tags(*team_tags(recipes[0].publish.name)):
+        report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     for line in closing_lines(report):
         print(line, file=out)
     if as_json:

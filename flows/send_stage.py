@@ -27,7 +27,9 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from configs.settings.recipe import Place, PlacedStage, StageName
+from flows.task_limits import team_tags
 from tasks.build_or_reuse import REUSED
+from tasks.code_version import CODE
 from tasks.progress import Progress
 
 if TYPE_CHECKING:
@@ -51,19 +53,25 @@ def deployment_of(pool: str) -> str:
 
 
 def check_deployments(place: Place, stages: Sequence[StageName]) -> None:
-    """Raise Refused if a stage's pool has no deployment on the Prefect server."""
+    """Raise Refused if a stage's pool has no deployment on the Prefect server, or of other code."""
     pools = {stage: pool for stage, pool in place.pools().items() if stage in stages}
     if not pools:
         return
     with get_client(sync_client=True) as client:
         for stage, pool in pools.items():
             try:
-                client.read_deployment_by_name(deployment_of(pool))
+                deployed = client.read_deployment_by_name(deployment_of(pool)).version
             except ObjectNotFound:
                 raise Refused(
                     f"place.{stage}: the Prefect server has no deployment {deployment_of(pool)}: "
                     "run `kiln place RECIPE`"
                 ) from None
+            if deployed != CODE:
+                raise Refused(
+                    f"place.{stage}: {deployment_of(pool)} has code {deployed}, and this is code "
+                    f"{CODE} (`kiln --version`): run that version, or `kiln place RECIPE` for the "
+                    "code of the pool's workers"
+                )
 
 
 def run_task(task: Task[Any, Any], run: Run, *arguments: Any, name: str | None = None) -> Any:
@@ -202,6 +210,7 @@ def _start(stage: PlacedStage, model: str, pool: str, parameters: Mapping[str, A
                 timeout=0,
                 flow_run_name=f"{stage} of {model}",
                 work_queue_name=pool.partition("/")[2] or None,
+                tags=team_tags(model),
                 idempotency_key=str(uuid4()),  # a request that is repeated makes no second run
             ),
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from artifacts.store import Store
 from configs.checks import enter
 from configs.errors import Away, Refused
 from configs.settings.recipe import Recipe
@@ -208,7 +209,9 @@ def show_plan(
         Refused: there is no accelerator type.
         Refused: there are a slice and a GPU.
     """
-    enter(Doors(recipe, ("train",), fetch=False).settings())
+    doors = Doors(recipe, ("train",), fetch=False)
+    store = Store(recipe.store)
+    enter([*doors.settings(), doors.gate_power(store if store.is_local else None)])
     if gpu is None:
         if topology is None:
             if recipe.tpu is None:

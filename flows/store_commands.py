@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from artifacts.errors import is_full
-from artifacts.filesystems import entries, name_of, subfolders
+from artifacts.filesystems import entries, name_of
 from artifacts.gc import Collector, Garbage, Key, Marks, mark, registries, runs
 from artifacts.models import resolve_model
 from artifacts.records import read_checked
@@ -28,7 +28,7 @@ from tasks.panels import aligned
 from tasks.progress import bytes_in_words
 from tasks.publish.champion_alias import CANDIDATE, CHAMPION
 from tasks.publish.hub import SIGNATURE, push, sign_version, verify_folder
-from tasks.publish.registry import Registry, Version
+from tasks.publish.registry import Registry, Version, model_names
 from tasks.publish.stage import CHAMPION_EVALUATION, remeasured_champion
 
 log = logging.getLogger("kiln")
@@ -295,7 +295,7 @@ def _registries(store: Store, url: str | None) -> Iterator[Registry]:
     known = [store.url_of("registry"), *([url] if url else []), *(u for _, u in registries(store))]
     places = {place.url: place for place in map(Store, known)}
     for place in places.values():
-        for name in subfolders(place.fs, place.root):
+        for name in model_names(place):
             yield Registry(place.url, name)
 
 
@@ -383,8 +383,7 @@ def is_published(url: str, what: str) -> bool:
 
 
 def _names(url: str) -> list[str]:
-    place = Store(url)
-    return subfolders(place.fs, place.root)
+    return model_names(Store(url))
 
 
 def push_model(url: str, model: str, repo: str, *, private: bool) -> None:

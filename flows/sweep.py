@@ -46,6 +46,7 @@ def sweep(
     run_id = runtime.flow_run.id
     with redacted_errors():
         trials = load_trials(recipe, task_limits.revealed(overrides))
+        flow_process.name_run(trials[0].recipe.publish.name)
         runs = prepared(trials, run_id)
         compare_sweep_trials.check_metric(runs[0].recipe)
         compare_sweep_trials.check_comparable([run.recipe for run in runs], runs[0].base)

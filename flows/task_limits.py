@@ -21,6 +21,7 @@ from artifacts.errors import may_pass
 from configs.errors import Refused
 from configs.load_recipe import recipe_names
 from configs.secrets import hide_secrets, one_line, without_secrets
+from configs.settings.recipe import team_of
 
 log = logging.getLogger("kiln")
 
@@ -96,6 +97,15 @@ Overrides = Annotated[dict[str, Any], Field(examples=[{"train.steps": 100}])]
 def run_name(words: str) -> Callable[[], str]:
     """The name of a flow's run, such as "finetune {recipe}", without secrets of its parameters."""
     return lambda: without_secrets(words.format(**runtime.flow_run.parameters))
+
+
+def team_tags(model: str) -> list[str]:
+    """The tag of a run for a team's model, such as `team:vision`; none without a team.
+
+    A run must have it from its creation: Prefect's server keeps what its events say of a run.
+    """
+    team = team_of(model)
+    return [f"team:{team}"] if team else []
 
 
 def revealed(settings: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
@@ -36,6 +37,7 @@ from flows.send_stage import FLOW
 from flows.task_limits import ACCELERATOR, revealed
 from tasks.beam.workers import received_recipe
 from tasks.build_or_reuse import REUSED, StageResult
+from tasks.code_version import CODE, code_digest
 from tasks.publish.stage import registry_of
 from tasks.retrain.champion import Champion, find_champion
 
@@ -65,6 +67,11 @@ def run_stage(
     was there.
     """
     flow_process.prepare_process()
+    if (deployed := runtime.deployment.version) not in (None, CODE):
+        raise Failed(
+            f"{stage}: the worker has code {CODE}, and its deployment code {deployed}: run "
+            "`kiln place RECIPE` after an upgrade"
+        )
     with redacted_errors():
         recipe = received_recipe(revealed(settings))
 
@@ -139,6 +146,7 @@ def _deploy(client: SyncPrefectClient, pool: str, folder: str) -> None:
     client.create_deployment(
         client.create_flow(run_stage),
         name=pool,
+        version=code_digest(Path(folder)) if Path(folder).is_dir() else CODE,
         work_pool_name=pool,
         entrypoint="flows/work_pools.py:run_stage",
         pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": folder}}],

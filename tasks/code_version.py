@@ -48,7 +48,7 @@ def versions(runtime: str = "torch") -> dict[str, str]:
     return ours | {f"{name} ({runtime})": version for name, version in theirs.items()}
 
 
-def _code_digest(root: Path = CHECKOUT) -> str:
+def code_digest(root: Path = CHECKOUT) -> str:
     """Digest of our modules; an editor's files, such as the dangling link `.#a.py`, are none."""
     paths = (path for name in FOLDERS for path in (root / name).rglob("*.py"))
     digests = {}
@@ -59,7 +59,7 @@ def _code_digest(root: Path = CHECKOUT) -> str:
 
 
 #: The digest at the time of the import: a long-lived worker runs the code that it began with.
-CODE = _code_digest()
+CODE = code_digest()
 
 
 def runtime_facts(name: str) -> dict[str, Any]:

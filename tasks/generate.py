@@ -12,14 +12,13 @@ from typing import Any
 from PIL import Image
 from pydantic import ValidationError
 
-from artifacts.filesystems import subfolders
 from artifacts.models import check_model_available, local_model, resolve_model
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
-from configs.settings.recipe import NAME
+from configs.settings.recipe import NAME, team_of
 from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import TABULATED, drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
@@ -33,7 +32,7 @@ from tasks.evaluate.metrics import read_prompts
 from tasks.evaluate.published import find_parts, is_complete_here, load_published_model
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Progress
-from tasks.publish.registry import Registry, registry_url
+from tasks.publish.registry import Registry, model_names, registry_url
 from tasks.train import check_guidance, ignores_guidance
 
 STAGE = "generate"
@@ -47,6 +46,8 @@ SHOWN = 20  # pictures in the report
 def locate(settings: Generate) -> str:
     """The model's folder, hub id or URL; for a name or `name@version`, that in the registry.
 
+    A name with a slash is a folder or a hub id, if the registry has no team of that name.
+
     Raises:
         Refused: the folder, the name or the version does not exist.
     """
@@ -55,8 +56,11 @@ def locate(settings: Generate) -> str:
     if re.fullmatch(NAME, name):
         models = Registry(registry_url(settings.store, settings.registry), name)
         published = models.find(version) if version else models.champion()
-        if published is None and not Path(name).is_dir():
-            others = [model for model in subfolders(models.fs, models.store.root) if model != name]
+        known = model_names(models.store) if published is None else []
+        # Other names with a slash are hub ids: a typing error must not fetch a stranger's model.
+        is_name = team_of(name) in map(team_of, ["", *known])
+        if published is None and is_name and not Path(name).is_dir():
+            others = [model for model in known if model != name]
             hint = hint_of(name, others) if others else "`kiln ls` lists the published models"
             raise Refused(
                 f"model {name}: it is neither a folder nor a champion in {models.store.url} "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from tasks import download, tpu, train
 from tasks.beam import workers
 from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
+from tasks.evaluate.distances import Estimates
 from tasks.evaluate.features import check_clip, check_image_encoder
 from tasks.evaluate.inception import check_inception, fidelity_folder
 from tasks.evaluate.inputs import MeasuringModels
@@ -54,6 +56,7 @@ from tasks.evaluate.metrics import metric_names, sample_metrics
 from tasks.plan.gpu import check_fits, memory_of
 from tasks.publish import stage as publish
 from tasks.publish.assemble import model_parts
+from tasks.publish.gate_power import newest_estimates, undecidable
 from tasks.publish.hub import signer
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_prompts, check_rules, parse_rule
@@ -101,6 +104,24 @@ class Doors:
         if "download" in self.built:  # a work pool that is sent to may not reach the source
             yield Check("source", self._source, remote=_is_remote(recipe.source))
         yield Check("workers", self._workers, remote=True)
+        if publish.STAGE in self.built:
+            yield self.gate_power(Store(recipe.store))
+
+    def gate_power(self, store: Store | None) -> Check:
+        """Whether the gate's rules can be decided by the recipe's prompts and pictures.
+
+        Args:
+            store: where evaluations of the base may be; None: it is not asked.
+        """
+
+        def find() -> Iterator[Finding]:
+            evaluated: Mapping[str, Estimates] = {}
+            if store is not None:
+                with suppress(Exception):  # the store's own check tells it
+                    evaluated = newest_estimates(self.recipe, store)
+            return map(note, undecidable(self.recipe, evaluated))
+
+        return Check("power of the gate", find, remote=store is not None and not store.is_local)
 
     def machine(self) -> Iterator[Check]:
         """Runtime, devices and the settings that they support."""

@@ -21,8 +21,13 @@ _artifacts: dict[tuple[Any, Any, str], UUID] = {}
 
 
 def artifact_key(*names: str) -> str:
-    """Names as the key of an artifact in Prefect: lower-case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-")
+    """Names as the key of an artifact in Prefect: lower-case letters, digits and dashes.
+
+    Two dashes stand for the slash after a team: `vision--digits-train`.
+    """
+    parts = "-".join(names).lower().split("/")
+    words = (re.sub(r"[^a-z0-9]+", "-", part).strip("-") for part in parts)
+    return "--".join(filter(None, words))
 
 
 def stage_links(model: str, stages: Iterable[str]) -> Links:

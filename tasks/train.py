@@ -408,7 +408,8 @@ class TrainStage(Stage):
             adapters: URL of the LoRA file with the weights of step 0; None: new adapters.
         """
         recipe = self.recipe
-        settings = settings_for(recipe.train, open_latents(self.latents.uri).training)
+        latents = open_latents(self.latents.uri)
+        settings = settings_for(recipe.train, latents.training)
         if not settings.weights_depend_on_steps:
             copy_checkpoint(draft, settings)
         prompts = () if self.clip is None else sample_prompts(recipe.evaluate)
@@ -443,7 +444,8 @@ class TrainStage(Stage):
         run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watch.facts
         if scores := watch.all_scores(f"{draft.path}/samples"):
             run["sample_scores"] = scores
-        return _summary(history, watch.chosen, settings.global_batch_size) | {"run": run}
+        summary = _summary(history, watch.chosen, settings.global_batch_size)
+        return summary | {"copies_left_out": len(latents.left_out), "run": run}
 
     @staticmethod
     def show(artifact: Artifact) -> list[Panel]:

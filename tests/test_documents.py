@@ -29,6 +29,7 @@ from configs.load_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
 from configs.settings.recipe import STAGES
 from flows.cli import app
+from tasks.publish.gate_power import undecidable
 from tasks.publish.promotion_gate import check_prompts
 
 #: Packages of the product.
@@ -276,6 +277,7 @@ def test_recipes_of_documents_are_valid(document: str, tmp_path: Path) -> None:
         recipe = load_recipe(str(path))
         assert recipe.name == path.stem.partition("-")[0]
         assert [*check_prompts(recipe.publish.gate, recipe.evaluate)] == []
+        assert [*undecidable(recipe, {})] == []
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])

@@ -255,6 +255,9 @@ class Encode(Section):
     )
     """Fraction of the pictures, 0 to below 1, in the held-out split. The sha256 of the downloaded
     bytes selects them."""
+    leave_out_copies: bool = setting(True, needs="holdout")
+    """Leave near-duplicates of held-out pictures out of training: pictures saved again, resized or
+    mirrored."""
     batch_size: PositiveInt = setting(8, aka="vae_batch_size (KS)")
     """Pictures per forward pass of the VAE; part of the cache key."""
     max_bad: Fraction = setting(0.05, not_in_key="limit")

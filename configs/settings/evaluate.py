@@ -137,7 +137,7 @@ class Evaluate(Sampling):
     """Pictures per sampling batch."""
     seed: int = base_section.setting(0, ge=0, lt=2**63)
     """Seed of the initial noise, the loss noise and the bootstrap."""
-    max_pictures: PositiveInt | None = base_section.setting(None, not_in_key="execution")
+    max_pictures: PositiveInt | None = base_section.setting(None, not_in_key="content")
     """Maximum number of pictures per model. While the gate cannot tell, the evaluation draws rounds
     of new pictures up to this number; null: one round."""
     bootstrap: PositiveInt = 1000

@@ -5,6 +5,7 @@ the larger ones in files of their own. A warning names settings that another one
 key has them.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -16,14 +17,26 @@ from configs.settings.evaluate import Evaluate
 from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS, Hpu, MindSpore
 
-#: Pattern of a model's name in the registry.
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+#: Pattern of a model's name in the registry: MODEL or TEAM/MODEL.
+NAME = rf"{_PART}(/{_PART})?"
+#: Pattern of a team's name, and of its models' own.
+TEAM = r"[a-z0-9]+(-[a-z0-9]+)*"
+#: Names with a team differ in Prefect's keys too, where two dashes stand for the slash, and no
+#: folder of a team's model is that of a version, or the champion, of a model named like the team.
+_TEAM_NAME = rf"{TEAM}/(?!(champion|v\d+)$){TEAM}"
+
+
+def team_of(model: str) -> str:
+    """The team in a model's name, such as `vision` of `vision/digits`; empty without one."""
+    return model.rpartition("/")[0]
 
 
 class Hub(Section):
     """A repository of the Hugging Face hub that receives each published model.
 
-    The token is that of HF_TOKEN, of `hf auth login`, or of Prefect's secret block `hub-token`.
+    The token is that of HF_TOKEN, of `hf auth login`, or of Prefect's secret block `hub-token`, of
+    a team `hub-token-TEAM`.
     """
 
     repo: str = setting(pattern=r"^[\w.-]+/[\w.-]+$")
@@ -36,7 +49,8 @@ class Publish(Section):
     """The gate, the weights to publish and the registry."""
 
     name: str = setting(pattern=f"^{NAME}$", aka="output_name (KS)")
-    """Model name in the registry."""
+    """Model name in the registry; TEAM/MODEL, such as vision/digits, has lower-case letters, digits
+    and single dashes."""
     gate: tuple[str, ...] = ()
     """Rules that a model must pass, such as `digit/new >= 0.9`, `cmmd < base`, `clip_score >=
     champion * 0.98` or, for 95% confidence, `kid < champion at 95%`; without rules every model
@@ -77,6 +91,18 @@ class Publish(Section):
     keep_versions: PositiveInt | None = setting(None, not_in_key="destination")
     """Newest versions to keep in the registry, beside the champion, the one before it, which a
     rollback restores, and a candidate that awaits approval; null: all."""
+
+    @property
+    def file_stem(self) -> str:
+        """The name without its team, for names of files."""
+        return self.name.rpartition("/")[2]
+
+    def faults(self) -> Iterator[str]:
+        if team_of(self.name) and not re.fullmatch(_TEAM_NAME, self.name):
+            yield (
+                f"name {self.name}: a team and its model have lower-case letters, digits and "
+                "single dashes, and no model is called champion or, as a version, v1"
+            )
 
 
 class Model(Section):

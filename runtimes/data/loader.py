@@ -153,6 +153,7 @@ class BatchReader:
 
     Attributes:
         groups: for each shard, number of samples per group.
+        left_out: for each shard, group -> rows that training leaves out.
         shards: the memory-mapped shards.
 
     Raises:
@@ -196,6 +197,7 @@ class BatchReader:
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self.groups = [ref.groups for ref in latents.shards]
+        self.left_out = [ref.left_out for ref in latents.shards]
         self.shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
         self._rows = KeptRows(self.shards, keep_bytes) if keep_bytes else self.shards
 
@@ -329,7 +331,9 @@ class Loader:
                 f"train.global_batch_size {batch_size} cannot be shared by {world} processes: "
                 "make it a multiple"
             )
-        self.order = Order(reader.groups, batch_size=batch_size, seed=seed, window=window)
+        self.order = Order(
+            reader.groups, batch_size=batch_size, seed=seed, window=window, left_out=reader.left_out
+        )
         # Each bucket uses one window; a batch across two windows also needs the following window.
         reader.shards.open_limit = window * (len(self.order.buckets) + 1)
         self._reader = reader

@@ -11,7 +11,7 @@ number of steps before an epoch is a sum, and a resume at any step replays no ea
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,14 +55,29 @@ class Bucket:
         number: index of the bucket, which selects its random numbers.
         counts: samples of the bucket in each shard.
         window: number of shards that are shuffled together.
+        left_out: shard -> its rows that are in no batch.
     """
 
-    def __init__(self, group: str, number: int, counts: Sequence[int], seed: int, window: int):
+    def __init__(
+        self,
+        group: str,
+        number: int,
+        counts: Sequence[int],
+        seed: int,
+        window: int,
+        left_out: Mapping[int, Iterable[int]] | None = None,
+    ) -> None:
         self.group = group
         self.number = number
         self.seed = seed
         self.shards_per_window = window
-        self.counts = np.asarray(counts, np.int64)  # samples of each shard
+        self.counts = np.array(counts, np.int64)  # samples of each shard that are in batches
+        #: Shard -> for each row left out, in order, the number of rows before it that are not.
+        self._kept_before: dict[int, NDArray[np.int64]] = {}
+        for shard, rows in (left_out or {}).items():
+            ordered = np.array(sorted(rows), np.int64)
+            self._kept_before[shard] = ordered - np.arange(len(ordered))
+            self.counts[shard] -= len(ordered)
         self.total = int(self.counts.sum())
         # Two entries, since a batch may span two windows or two epochs.
         self._layout = lru_cache(2)(self._draw_layout)
@@ -94,8 +109,11 @@ class Bucket:
         size = int(layout.window_ends[window]) - begin
         item = begin + int(self._permutation(epoch, window, size)[item - begin])
         turn = int(np.searchsorted(layout.ends, item, side="right"))
-        before = int(layout.ends[turn - 1]) if turn else 0
-        return SampleIndex(int(layout.shards[turn]), self.group, item - before)
+        row = item - (int(layout.ends[turn - 1]) if turn else 0)
+        shard = int(layout.shards[turn])
+        if shard in self._kept_before:
+            row += int(np.searchsorted(self._kept_before[shard], row, side="right"))
+        return SampleIndex(shard, self.group, row)
 
     def _draw_layout(self, epoch: int) -> _Layout:
         shards = generator(self.seed, Stream.SHARDS, epoch, 0).permutation(len(self.counts))
@@ -115,19 +133,27 @@ class Order:
         shards: for each shard, number of samples per group `<split>/<h>x<w>`.
         batch_size: global batch size.
         window: number of shards that are shuffled together.
+        left_out: for each shard, group -> rows that are in no batch; without it, all are.
 
     Raises:
         Refused: the split `train` has no samples.
     """
 
     def __init__(
-        self, shards: Sequence[Mapping[str, int]], *, batch_size: int, seed: int, window: int
+        self,
+        shards: Sequence[Mapping[str, int]],
+        *,
+        batch_size: int,
+        seed: int,
+        window: int,
+        left_out: Sequence[Mapping[str, Iterable[int]]] = (),
     ) -> None:
         groups = sorted({g for shard in shards for g in shard if g.startswith("train/")})
-        buckets = [
-            Bucket(group, number, [shard.get(group, 0) for shard in shards], seed, window)
-            for number, group in enumerate(groups)
-        ]
+        buckets = []
+        for number, group in enumerate(groups):
+            counts = [shard.get(group, 0) for shard in shards]
+            rows = {shard: rows[group] for shard, rows in enumerate(left_out) if group in rows}
+            buckets.append(Bucket(group, number, counts, seed, window, rows))
         self.buckets = [bucket for bucket in buckets if bucket.total]
         if not self.buckets:
             raise Refused("the latents hold no sample of the split 'train': nothing to do")

@@ -187,7 +187,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def transform(
-    data: bytes,
+    image: Image.Image,
     sha256: bytes,
     meta: Mapping[str, Any],
     settings: TransformSettings,
@@ -200,15 +200,14 @@ def transform(
     Both are relative to the picture before the download stage if `meta` has its size.
 
     Args:
-        data: encoded picture.
+        image: a picture of `decode`.
         sha256: that of the downloaded picture; it selects the split and the random crop.
         meta: metadata of the image shard.
         buckets: sizes of `bucket_sizes`.
 
     Raises:
-        BadSample: the picture is unusable.
+        BadSample: the picture is too thin for its bucket.
     """
-    image = decode(data, settings.max_pixels)
     height, width = nearest_bucket((image.height, image.width), buckets)
     scale = max(height / image.height, width / image.width)
     resized = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))

@@ -26,6 +26,7 @@ from tasks.encode.encoder_processes import (
     EncodersInStore,
     EncodingPlan,
 )
+from tasks.encode.near_duplicates import SUFFIX, ImageShard
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,12 @@ class EncodeShard(beam.DoFn):
             with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
                 path = f"{folder}/shard.safetensors"
                 facts = self.open().encode(task.tar, task.sha256, path)
-                return store.commit_shard(STAGE, task.key, {".safetensors": path}, facts)
+                shard = store.commit_shard(STAGE, task.key, {".safetensors": path}, facts)
+                if self.plan.settings.holdout:
+                    image = ImageShard(task.tar, task.sha256, self.plan.settings.max_pixels)
+                    thumbnails = {SUFFIX: f"{folder}/shard{SUFFIX}"}
+                    store.commit_shard(STAGE, image.key, thumbnails, {})
+                return shard
 
     def _wait(self, owner: dict[str, Any]) -> None:
         if not self.waits:

@@ -26,6 +26,7 @@ from runtimes.families import family_named
 from runtimes.pipeline_folder.folder import TEXT_BATCH
 from tasks.encode import crop_to_bucket
 from tasks.encode.crop_to_bucket import BadSample, Size, TransformSettings
+from tasks.encode.near_duplicates import SUFFIX, thumbnail, write_thumbnails
 
 
 @dataclass
@@ -36,6 +37,7 @@ class DecodedPicture:
     captions: tuple[str, ...]
     sha256: bytes
     score: float | None  # aesthetic
+    thumbnail: NDArray[np.uint8]  # [16, 16]
     #: The plain one, then the mirrored one if there is one.
     variants: list[crop_to_bucket.Transformed]
 
@@ -114,11 +116,12 @@ def _picture(
 ) -> DecodedPicture:
     """Raises BadSample."""
     sha256 = sample.source_sha256
-    variants = crop_to_bucket.transform(sample.image, sha256, sample.meta, settings, buckets)
+    image = crop_to_bucket.decode(sample.image, settings.max_pixels)
+    variants = crop_to_bucket.transform(image, sha256, sample.meta, settings, buckets)
     score = sample.meta.get("aesthetic_score") if settings.scored else None
     if settings.scored and score is None:
         raise BadSample("no aesthetic score")
-    return DecodedPicture(position, sample.captions, sha256, score, variants)
+    return DecodedPicture(position, sample.captions, sha256, score, thumbnail(image), variants)
 
 
 def _stacked(pictures: list[DecodedPicture]) -> Batch:
@@ -179,6 +182,8 @@ class ShardEncoder:
     def encode(self, samples: Iterable[Sample], path: Path) -> dict[str, Any]:
         """Encode samples to a latent shard at `path`; return the shard's facts. Thread-safe.
 
+        The pictures' thumbnails are written beside it, to the path with the suffix .npy.
+
         The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
         distinct captions, "uncaptioned": samples without a caption, "caption_tokens": {lowest
         length of the bin: n}, "cut": {text encoder: captions above its limit}, "truncated": that of
@@ -193,13 +198,17 @@ class ShardEncoder:
         bad: Counter[str] = Counter()
         batches = decoded_batches(samples, *self._decoding, bad)
         encoded: dict[int, _Encoded] = {}
+        thumbnails: dict[int, tuple[bytes, NDArray[np.uint8]]] = {}
         with Prefetch(batches, depth=1) as ready, self._device:
             for batch in ready:
+                thumbnails |= {p.position: (p.sha256, p.thumbnail) for p in batch.pictures}
                 encoded.update(_encode_batch(batch, self.encoder, self._settings, bad))
             in_order = [encoded[position] for position in sorted(encoded)]
             captions = (caption for sample in in_order for caption in sample.captions)
             distinct = list(dict.fromkeys(["", *captions]))
             texts, rows = self._encode_captions(distinct, self.encoder)
+        in_shard = (thumbnails[position] for position in sorted(thumbnails))
+        write_thumbnails(path.with_suffix(SUFFIX), in_shard)
         return _write(path, in_order, texts, rows, self.encoder, bad)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from artifacts.latent_shards import INFO
+from artifacts.latent_shards import INFO, LEFT_OUT, LeftOut, encode_left_out
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed
 from configs.settings.recipe import Recipe
@@ -24,6 +24,12 @@ from tasks.code_version import runtime_facts, versions
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
 from tasks.encode import crop_to_bucket
 from tasks.encode.encoder_processes import EncodingPlan, put_encoders
+from tasks.encode.near_duplicates import (
+    copies_facts,
+    copies_of_held_out,
+    image_shards,
+    thumbnail_shards,
+)
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
 
@@ -42,6 +48,8 @@ class EncodeStage(Stage):
     recipe: Recipe
     images: Artifact
     base: Base
+    #: Images with the held-out pictures of a champion's evaluation; None without a champion.
+    compared: Artifact | None = None
 
     name = crop_to_bucket.STAGE
     version = crop_to_bucket.VERSION
@@ -54,7 +62,10 @@ class EncodeStage(Stage):
     @property
     def inputs(self) -> dict[str, str]:
         """The pictures and the encoders. Raises Refused."""
-        return {"images": self.images.digest, "encoders": self.base.digest_encoders()}
+        images = {"images": self.images.digest}
+        if self.compared is not None:
+            images["compared"] = self.compared.digest
+        return {**images, "encoders": self.base.digest_encoders()}
 
     @property
     def parents(self) -> dict[str, Artifact]:
@@ -71,7 +82,10 @@ class EncodeStage(Stage):
         base = self.base
         shards = self.encode_missing(draft.store, f"{draft.path}/{REPORTS}", progress)
         info = dict(base.encoders)
+        searches = self.recipe.encode.holdout and self.recipe.encode.leave_out_copies
+        left_out = self._leave_out(draft, shards, progress) if searches else {}
         summary = summarise(shards, info["vae_scale_factor"], base.caption_limits)
+        summary["copies_left_out"] = sum(map(count_left_out, left_out.values()))
         check_samples(summary, self.recipe.encode.max_bad)
         if summary["uncaptioned"]:
             log.warning(
@@ -81,7 +95,10 @@ class EncodeStage(Stage):
                 summary["samples"],
             )
         for shard in shards:
-            draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
+            meta = {"groups": shard.meta["groups"]}
+            if shard.key in left_out:
+                meta["copies_left_out"] = count_left_out(left_out[shard.key])
+            draft.add_shard(replace(shard, meta=meta))
         settings = crop_to_bucket.TransformSettings.of(self.recipe)
         longest = [shard.meta["longest"] for shard in shards if "longest" in shard.meta]
         if longest:  # lengths vary: training pads captions to one shape for a whole run
@@ -91,6 +108,24 @@ class EncodeStage(Stage):
             info["text_dtype"] = self.recipe.encode.text_dtype
         draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
         return summary | {"run": runtime_facts(self.recipe.runtime)}
+
+    def _leave_out(self, draft: Draft, shards: Sequence[Shard], progress: Report) -> LeftOut:
+        """Name the thumbnail shards and the copies of held-out pictures in the draft."""
+        store = draft.store
+        max_pixels = self.recipe.download.max_pixels
+        images = image_shards(self.images, max_pixels)
+        thumbnails = thumbnail_shards(store, images)
+        compared: list[Shard] = []
+        if self.compared is not None:
+            others = set(image_shards(self.compared, max_pixels)) - set(images)
+            compared = thumbnail_shards(store, [*others])
+        holdout = self.recipe.encode.holdout
+        left_out = copies_of_held_out(store, shards, thumbnails, compared, holdout, progress)
+        for shard in thumbnails:
+            draft.add_shard(shard)
+        if left_out:
+            draft.write(LEFT_OUT, encode_left_out(left_out))
+        return left_out
 
     def encode_missing(self, store: Store, reports: str, progress: Report) -> list[Shard]:
         """The latent shards of all image shards; those that the store lacks are encoded.
@@ -144,7 +179,7 @@ class EncodeStage(Stage):
         return list(tasks.values())
 
     def check(self, summary: dict[str, Any]) -> None:
-        """Raise Failed for too many bad samples; warn of few held-out pictures, cut captions."""
+        """Raise Failed for too many bad samples; tell what few held-out pictures or copies mean."""
         settings = self.recipe.encode
         check_samples(summary, settings.max_bad)
         if 0 < summary["holdout"] < FEW_HELD_OUT:
@@ -153,6 +188,8 @@ class EncodeStage(Stage):
                 "models apart: raise encode.holdout (%g) or add pictures",
                 *(FEW_HELD_OUT, summary["holdout"], settings.holdout),
             )
+        if copies := summary["copies_left_out"]:
+            log.info("encode: %s near-duplicates of held-out pictures are not trained on", copies)
         total = sum(summary["caption_tokens"].values())
         tell_cuts(crop_to_bucket.STAGE, summary["cut"], total, "captions")
 
@@ -171,6 +208,7 @@ class EncodeStage(Stage):
         summary = artifact.summary
         counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
         facts = {name: summary[name] for name in counts} | cut_facts(summary["cut"])
+        facts |= copies_facts(artifact.manifest["settings"], summary["copies_left_out"])
         facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
         buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
         lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]
@@ -179,6 +217,11 @@ class EncodeStage(Stage):
             Table("Buckets", buckets, bars="samples"),
             Table("Caption lengths", lengths, bars="captions"),
         ]
+
+
+def count_left_out(groups: Mapping[str, Mapping[int, str]]) -> int:
+    """Samples of a shard that training leaves out, by its value of LeftOut."""
+    return sum(map(len, groups.values()))
 
 
 def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[str, Any]:
@@ -230,8 +273,10 @@ def check_samples(summary: dict[str, Any], max_bad: float) -> None:
             f"encode.max_bad ({max_bad:g}) allows; NaN latents mostly come from a VAE in half "
             "precision (encode.dtype)"
         )
-    if summary["samples"] == summary["holdout"]:
+    left_out = summary["copies_left_out"]
+    if summary["samples"] == summary["holdout"] + left_out:
+        copies = f" or near-duplicates of it ({left_out})" if left_out else ""
         raise Failed(
-            f"encode: all {summary['holdout']} samples are in the held-out split; add pictures or "
-            "lower encode.holdout"
+            f"encode: all {summary['samples']} samples are in the held-out split{copies}; add "
+            "pictures or lower encode.holdout"
         )

@@ -191,6 +191,11 @@ def difference(
     return _by_bootstrap(resampled, value, tuned.units, level)
 
 
+def squared_error(tuned: Estimate, other: Estimate, factor: float) -> float:
+    """The squared standard error of tuned - factor * other, by their paired resamples."""
+    return _variance(tuned.resampled - factor * other.resampled, tuned.units)
+
+
 def differences(tuned: Estimates, other: Estimates) -> dict[str, Metric]:
     """Metric name -> {"value", "ci"} of tuned - other, for each metric that both have."""
     return {

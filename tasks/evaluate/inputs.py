@@ -59,6 +59,7 @@ class EvalInputs:
     base: Base
     measuring: MeasuringModels
     training_images: Artifact | None = None  # with the training pictures; None: images
+    training_latents: Artifact | None = None  # of the training pictures; None: latents
     rounds: int = 1  # of drawing
 
     @property
@@ -66,12 +67,20 @@ class EvalInputs:
         """The images among which copies of training pictures are searched."""
         return self.images if self.training_images is None else self.training_images
 
+    @property
+    def left_out(self) -> set[str]:
+        """Sha256 (hex) of pictures in the split `train` that training leaves out."""
+        latents = self.training_latents or self.latents
+        return open_latents(latents.uri).left_out
+
     def digests(self) -> dict[str, str]:
         """Input name -> sha256 of its content."""
+        trained_on = self.training_latents
         return {
             "images": self.images.digest,
             "training_images": self.training.digest,
             "latents": self.latents.digest,
+            **({"training_latents": trained_on.digest} if trained_on is not None else {}),
             **model_digests(self.base),
             **self.measuring.digests(),
         }

@@ -6,7 +6,7 @@ References are held-out and training pictures of an images artifact, as the VAE 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from artifacts.image_shards import Sample, read_tar
 from artifacts.latent_shards import open_latents
+from artifacts.records import digest_json
 from artifacts.store import Artifact, Shard, Store
 from configs.settings.evaluate import Memorization
 from tasks.encode import crop_to_bucket
@@ -45,7 +46,12 @@ LIMIT = 2000
 
 
 def reference_pictures(
-    images: Artifact, settings: TransformSettings, factor: int, split: Split, limit: int
+    images: Artifact,
+    settings: TransformSettings,
+    factor: int,
+    split: Split,
+    limit: int,
+    left_out: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, Sample, NDArray[np.uint8]]]:
     """The first `limit` pictures of a split: (path of the tar, sample, picture u8 [H, W, 3]).
 
@@ -55,6 +61,7 @@ def reference_pictures(
     Args:
         images: artifact of image shards.
         factor: sides are multiples of this many pixels.
+        left_out: sha256 (hex) of pictures that are not among them.
 
     Raises:
         Damaged: a tar has another sha256 than was committed.
@@ -71,6 +78,8 @@ def reference_pictures(
                 continue  # only to the end of the tar, which is checked there
             sha256 = sample.source_sha256
             if is_holdout(sha256, settings.holdout) != (split == "holdout"):
+                continue
+            if sha256.hex() in left_out:
                 continue
             picture = _transformed(sample, settings, buckets)
             if picture is not None:
@@ -103,9 +112,9 @@ def _transformed(
 ) -> NDArray[np.uint8] | None:
     """The picture u8 [H, W, 3] as the VAE received it; None if the encode stage left it out."""
     try:
-        seen = crop_to_bucket.transform(
-            sample.image, sample.source_sha256, sample.meta, settings, buckets
-        )
+        image = crop_to_bucket.decode(sample.image, settings.max_pixels)
+        about = (sample.source_sha256, sample.meta, settings, buckets)
+        seen = crop_to_bucket.transform(image, *about)
     except crop_to_bucket.BadSample:
         return None
     pixels = seen[0].pixels.transpose(1, 2, 0)
@@ -330,7 +339,9 @@ def _references(
     images = inputs.images
     name = "held-out"
     count = latents.held_out
+    left_out: Set[str] = frozenset()
     if split == "train":
+        left_out = inputs.left_out
         images = inputs.training
         name = "training"
         count = latents.training
@@ -340,8 +351,9 @@ def _references(
         "factor": factor,
         "split": split,
         "limit": limit,
+        **({"left_out": digest_json(sorted(left_out))} if left_out else {}),
     }
-    pictures = reference_pictures(images, settings, factor, split, limit)
+    pictures = reference_pictures(images, settings, factor, split, limit, left_out)
     digests = inputs.measuring.digests()  # its names CLIP and INCEPTION are ours
     digests[IMAGE] = f"whole pictures {digests.get('image_encoder', digests['clip'])}"
     digests[PIXELS] = Pixels.digest

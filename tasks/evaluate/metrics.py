@@ -118,9 +118,18 @@ def _of_round(prompts: Sequence[str], chosen: PromptSet, number: int) -> tuple[s
 
 
 def most_rounds(settings: Evaluate) -> int:
-    """How many rounds `evaluate.max_pictures` allows; one without it."""
+    """How many rounds `evaluate.max_pictures` allows; one without it.
+
+    Raises:
+        Refused: a round has more pictures; or as `prompt_sets`.
+    """
+    if settings.max_pictures is None:
+        return 1
     pictures = sum(map(len, prompt_sets(settings).values()))
-    return max(1, (settings.max_pictures or 0) // pictures)
+    if settings.max_pictures < pictures:
+        words = f"is {settings.max_pictures}, but a round has {pictures} pictures: set it to that"
+        raise Refused(f"{words}, or list fewer prompts", setting="evaluate.max_pictures")
+    return settings.max_pictures // pictures
 
 
 def sample_prompts(settings: Evaluate) -> tuple[str, ...]:

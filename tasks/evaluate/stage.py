@@ -57,8 +57,17 @@ def settings_for_key(recipe: Recipe, rounds: int = 1) -> dict[str, Any]:
     }
 
 
+def measured_by(recipe: Recipe) -> dict[str, Any]:
+    """The base, and the models that measure pictures, as the recipe names them."""
+    settings = recipe.evaluate.model_dump(
+        mode="json", include={"clip", "image_encoder", "inception"}
+    )
+    return {"model": recipe.model.model_dump(mode="json"), **settings}
+
+
 def check(recipe: Recipe) -> None:
-    """Raise Refused for an unreadable prompt file, or a judge with a wrong prompt or name."""
+    """Raise Refused for prompts, rounds or judges that cannot be evaluated."""
+    metrics.most_rounds(recipe.evaluate)
     known = Counter(metrics.metric_names(recipe))
     for judge in judge_names(recipe.evaluate.judges):
         names = metrics.by_set(judge, recipe.evaluate.prompts)
@@ -187,7 +196,8 @@ class EvaluateStage(Measurement):
             "differences": {name: {"base": estimate} for name, estimate in compared.items()},
             "memorization": self._memorization(suite, drawn["tuned"], tuned, draft),
         }
-        return self.write(draft, suite, drawn, measured, facts) | {"cut": cuts}
+        named = {"cut": cuts, "measured_by": measured_by(data.recipe)}
+        return self.write(draft, suite, drawn, measured, facts) | named
 
     def _memorization(
         self,

@@ -20,6 +20,7 @@ from artifacts.records import write_atomic
 from artifacts.store import MANIFEST
 from configs.checks import Finding, fine, note
 from configs.errors import Away, Failed, Refused, UserError
+from configs.settings.recipe import team_of
 from tasks.build_or_reuse import REPORT
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
@@ -164,7 +165,6 @@ def _is_signed_by(key: str, folder: Path, scratch: Path) -> bool:
     return True
 
 
-TOKEN_BLOCK = "hub-token"
 CARD = "README.md"
 MADE_BY_HUB = {".gitattributes"}  # with each repository
 
@@ -188,7 +188,7 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     if (fault := registry.fault(version)) is not None:
         raise Failed(f"{registry.name} {version.name} is damaged: {fault}")
     folder = resolve_model(version.uri)  # its errors are none of the hub
-    api = HfApi(token=_token(), library_name="kilnworks")
+    api = HfApi(token=_token(registry.name), library_name="kilnworks")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         info = api.model_info(repo)
@@ -236,7 +236,12 @@ def command(registry: Registry, version: Version, repo: str, *, private: bool) -
     )
 
 
-def _token() -> str | None:
+def token_block(model: str) -> str:
+    """Name of Prefect's secret block with the hub token; each team has its own."""
+    return "-".join(filter(None, ("hub-token", team_of(model))))
+
+
+def _token(model: str) -> str | None:
     """The token of HF_TOKEN, else of Prefect's block in a flow, else None: that of the login."""
     from prefect.context import FlowRunContext
 
@@ -245,7 +250,7 @@ def _token() -> str | None:
     from prefect.blocks.system import Secret
 
     try:
-        block: Any = Secret.load(TOKEN_BLOCK)
+        block: Any = Secret.load(token_block(model))
         return str(block.get())
     except ValueError:  # no such block
         return None

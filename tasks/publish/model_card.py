@@ -18,6 +18,7 @@ import yaml
 from artifacts.models import LICENSE_FILES, local_model
 from configs.load_recipe import dump, dump_yaml, parse_yaml
 from configs.secrets import without_secrets
+from configs.settings.data import Encode
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Model, Publish, Recipe
 from configs.settings.train_parts import Lora
@@ -27,6 +28,7 @@ from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import pipeline_variant, weight_variant
 from tasks.build_or_reuse import GRID
+from tasks.encode.near_duplicates import copies_facts
 from tasks.evaluate.metrics import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.assemble import KOHYA_SUFFIX
@@ -227,7 +229,7 @@ def write_card(
         base_path=place_in_code(recipe.model.path),
         vae=None if vae is None or weights.pipeline else place_in_code(vae, VAES),
         weights=weights,
-        adapter_rows=_adapter_rows(recipe.publish.name, recipe.train.lora, weights),
+        adapter_rows=_adapter_rows(recipe.publish.file_stem, recipe.train.lora, weights),
         prompt=next(iter(_first_prompts(drawing)), "a prompt"),
         training=training,
         guidance=_guidance(drawing, weights.family),
@@ -320,14 +322,17 @@ def _adapter_rows(name: str, lora: Lora, weights: Weights) -> list[tuple[str, st
     return rows
 
 
-def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+def training_facts(
+    run: dict[str, Any], summary: dict[str, Any], settings: Encode
+) -> dict[str, Any]:
     """Hardware, hours and versions of a training run, from its manifest; no energy: not measured.
 
     Hours are those of the last attempt of a resumed run.
 
     Args:
-        summary: of the train artifact, with the checkpoint that a rule chose and the number of
-            batches that a divergence excluded.
+        summary: of the train artifact, with the checkpoint that a rule chose and the numbers of
+            batches that a divergence excluded, and of copies that were left out.
+        settings: what the recipe holds out.
     """
     chosen = None
     if "chosen_step" in summary:
@@ -339,6 +344,7 @@ def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, An
         "runtime": run.get("runtime"),
         "checkpoint": chosen,
         "batches left out after a divergence": summary.get("batches_left_out"),
+        **copies_facts(settings.model_dump(), summary.get("copies_left_out", 0)),
         "hours": round(run["seconds"] / 3600, 2) if "seconds" in run else None,
         "hours count from step": run.get("resumed_from") or None,
         "images per second": run.get("images_per_second"),

@@ -154,18 +154,18 @@ def judge(
     """
     parsed = [parse_rule(text) for text in rules]
     return [
-        _judge_one(_at_look(rule, look) if _is_of_drawn(rule) else rule, models, champion)
+        _judge_one(at_look(rule, look) if is_of_drawn(rule) else rule, models, champion)
         for rule in parsed
     ]
 
 
-def _is_of_drawn(rule: Rule) -> bool:
+def is_of_drawn(rule: Rule) -> bool:
     """Whether a rule's metric is of drawn pictures, which further rounds add to."""
     return rule.metric.partition("/")[0] != HOLDOUT_LOSS
 
 
-def _at_look(rule: Rule, look: int) -> Rule:
-    """The rule with the level of one of several looks.
+def at_look(rule: Rule, look: int) -> Rule:
+    """The rule with the level of one of several looks; 0 is the only one.
 
     Look k spends 1 / 2^k of the error. The sum over all looks is at most the rule's own error
     (Bonferroni's inequality), however many looks follow and whatever decides on them.
@@ -182,7 +182,7 @@ def is_undecided(verdicts: Sequence[Verdict]) -> bool:
 def needs_pictures(verdicts: Sequence[Verdict]) -> bool:
     """Whether more drawn pictures may let an undecided model pass."""
     undecided = [parse_rule(verdict.rule) for verdict in verdicts if verdict.undecided]
-    return is_undecided(verdicts) and any(map(_is_of_drawn, undecided))
+    return is_undecided(verdicts) and any(map(is_of_drawn, undecided))
 
 
 def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:

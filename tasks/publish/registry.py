@@ -2,6 +2,8 @@
 
 <registry>/<name>/v1/            a published model's folder; complete once it has manifest.json
 
+A name with a team is two folders, `vision/digits`.
+
 A publication takes the next number, writes the files, then the manifest. It deletes what a
 killed publication left under another number, and publishes a damaged version anew. The champion,
 and candidates that await approval, are those of the alias' history (champion_alias.py).
@@ -18,7 +20,7 @@ from typing import Any
 
 from artifacts import records
 from artifacts.compare_and_swap import create, remove
-from artifacts.filesystems import delete_tree, subfolders
+from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.gc import record_registry
 from artifacts.lock import Lock, hold
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
@@ -28,6 +30,7 @@ from tasks.build_or_reuse import REPORT
 from tasks.publish.champion_alias import (
     CANDIDATE,
     CHAMPION,
+    HISTORY,
     MODEL,
     ROLLED_BACK,
     ChampionAlias,
@@ -37,6 +40,7 @@ from tasks.publish.champion_alias import (
 )
 
 log = logging.getLogger("kiln")
+VERSION = r"v\d+"  # pattern of its name
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,29 @@ def _key_without_champion(settings: Mapping[str, Any], inputs: Mapping[str, str]
 def registry_url(store: str, registry: str | None) -> str:
     """URL of a registry: `registry` if given, else the folder of that name in the store."""
     return registry or Store(store).url_of("registry")
+
+
+def model_names(place: Store) -> list[str]:
+    """Names of the models in a registry, of teams too. Raises as the filesystem does.
+
+    A folder is a model's if it has a history or versions. One that is named like a team has the
+    team's models besides.
+    """
+    names = []
+    for first in subfolders(place.fs, place.root):
+        inside = subfolders(place.fs, f"{place.root}/{first}")
+        of_team = [f"{first}/{name}" for name in inside if not _is_of_model(name)]
+        names += [name for name in (first, *of_team) if _is_model(place, name)]
+    return names
+
+
+def _is_model(place: Store, name: str) -> bool:
+    return any(map(_is_of_model, map(name_of, entries(place.fs, f"{place.root}/{name}"))))
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a file or folder in a model's folder is its champion, its history or a version."""
+    return re.fullmatch(rf"{CHAMPION}|{re.escape(HISTORY)}.*|{VERSION}", name) is not None
 
 
 class Registry:
@@ -246,11 +273,11 @@ class Registry:
     def version(self, name: str) -> Version:
         """The version with a name such as v2. Raises Refused if it does not exist."""
         # Any other name is no folder of a version.
-        version = self._version(name) if re.fullmatch(r"v\d+", name) else None
+        version = self._version(name) if re.fullmatch(VERSION, name) else None
         if version is None:
             names = ", ".join(version.name for version in self.versions())
             if not names:
-                models = subfolders(self.fs, self.store.root) or ["none"]
+                models = model_names(self.store) or ["none"]
                 hint = hint_of(self.name, models)
                 raise Refused(f"{self.name} {name}: no such model in the registry ({hint})")
             raise Refused(f"{self.name} {name}: no such version (there are: {names})")
@@ -399,7 +426,7 @@ class Registry:
                 yield name, manifest
 
     def _version_names(self) -> list[str]:
-        names = (name for name in subfolders(self.fs, self.root) if re.fullmatch(r"v\d+", name))
+        names = (name for name in subfolders(self.fs, self.root) if re.fullmatch(VERSION, name))
         return sorted(names, key=lambda name: int(name[1:]))
 
     def _add(self, artifact: Artifact, lock: Lock) -> Version:

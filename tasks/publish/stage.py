@@ -332,7 +332,10 @@ class PublishStage(Stage):
             weights = model_card.Weights.of(
                 tuned, base, out, merged=recipe.publish.merge, vae_place=recipe.model.vae
             )
-        training = model_card.training_facts(self.trained.manifest["run"], self.trained.summary)
+        trained = self.trained
+        training = model_card.training_facts(
+            trained.manifest["run"], trained.summary, recipe.encode
+        )
         lineage = dict(self.lineage)
         about = (recipe, base.folder, measured, verdicts, lineage, weights, training)
         card = model_card.write_card(*about, forced=forced)
@@ -359,7 +362,7 @@ class PublishStage(Stage):
                 lora,
                 self.base,
                 out if alone else out / "lora",
-                name=settings.name,
+                name=settings.file_stem,
                 dtype=settings.dtype,
                 scheduler=tuned.parts.get("scheduler"),
             )

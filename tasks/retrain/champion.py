@@ -46,7 +46,9 @@ class Champion:
         images = self.load(store, "download", self.compared_images)
         latents = self.load(store, "encode", self.compared_latents)
         encoders = [a.manifest["inputs"].get("encoders") for a in (latents, encoded)]
-        if latents.manifest["settings"] != settings_for_key(recipe) or encoders[0] != encoders[1]:
+        # What training leaves out does not change the held-out pictures.
+        alike = latents.manifest["settings"] | {"leave_out_copies": recipe.encode.leave_out_copies}
+        if alike != settings_for_key(recipe) or encoders[0] != encoders[1]:
             return None
         return images, latents
 

@@ -160,6 +160,8 @@ def cut_shard(
 ) -> dict[str, int]:
     """Write `count` random training samples of a shard to `path`, with their mirrored copies.
 
+    Samples that training leaves out are not among them.
+
     Args:
         info: content of latents.json.
         seed: the seed of the choice.
@@ -170,7 +172,7 @@ def cut_shard(
     Raises:
         Refused: the shard is missing or damaged.
     """
-    chosen = _choose(ref.groups, count, seed)
+    chosen = _choose(ref, count, seed)
     files = ShardFiles([ref], open_limit=1, cache_bytes=cache_bytes)
     try:
         shard = files[0]
@@ -198,9 +200,15 @@ def cut_shard(
     return {group: len(rows) for group, rows in chosen.items()}
 
 
-def _choose(groups: Mapping[str, int], count: int, seed: str) -> dict[str, list[int]]:
+def _choose(ref: latent_shards.ShardRef, count: int, seed: str) -> dict[str, list[int]]:
     """`train/<h>x<w>` -> rows of `count` samples in reading order, from all sizes alike."""
-    training = [(g, row) for g, n in groups.items() if g.startswith("train/") for row in range(n)]
+    training = [
+        (group, row)
+        for group, size in ref.groups.items()
+        if group.startswith("train/")
+        for row in range(size)
+        if row not in ref.left_out.get(group, {})
+    ]
     chosen: dict[str, list[int]] = {}
     for group, row in sorted(sorted(training, key=lambda at: digest_json([seed, *at]))[:count]):
         chosen.setdefault(group, []).append(row)
@@ -284,13 +292,16 @@ class SelectionStage(Stage):
         share = self.recipe.retrain.replay
         known = {shard.key for shard in _shards(self.old)}
         shards = _shards(self.latents)
+        latents = self.latents
+        left_out = latent_shards.read_left_out(latents.store.fs, latents.path, latents.files)
         new = [shard for shard in shards if shard.key not in known]
         unchanged = [shard for shard in shards if shard.key in known and _count([shard])]
         # The old samples' share of all; at least one.
         wanted = max(1, round(_count(new) * share / (1 - share))) if share else 0
         replay, rest = _sample(unchanged, wanted, self.champion)
         if rest is not None:
-            replay.append(self._cut(rest, wanted - _count(replay), draft))
+            rows = left_out.get(rest.key, {})
+            replay.append(self._cut(rest, rows, wanted - _count(replay), draft))
         if (replayed := _count(replay)) < wanted:
             message = (
                 "retrain: replay %s: of %s old samples, the champion's unchanged shards have %s"
@@ -299,6 +310,9 @@ class SelectionStage(Stage):
         for shard in (chosen := [*new, *replay]):
             draft.add_shard(shard)
         draft.write(latent_shards.INFO, self.latents.read(latent_shards.INFO))
+        keys = {shard.key for shard in chosen}
+        if stays := {key: rows for key, rows in left_out.items() if key in keys}:
+            draft.write(latent_shards.LEFT_OUT, latent_shards.encode_left_out(stays))
         groups: Counter[str] = Counter()
         for shard in chosen:
             groups.update(shard.meta["groups"])
@@ -310,11 +324,13 @@ class SelectionStage(Stage):
             "replayed": _count(replay),
         }
 
-    def _cut(self, shard: Shard, count: int, draft: Draft) -> Shard:
-        """A shard of `count` training samples of another."""
+    def _cut(
+        self, shard: Shard, left_out: Mapping[str, Mapping[int, str]], count: int, draft: Draft
+    ) -> Shard:
+        """A shard of `count` training samples of another, without the rows `left_out`."""
         [entry] = shard.files
         url = self.latents.url(f"../{SHARDS}/{entry.path}")
-        ref = latent_shards.ShardRef(url, entry.size, entry.sha256, shard.meta["groups"])
+        ref = latent_shards.ShardRef(url, entry.size, entry.sha256, shard.meta["groups"], left_out)
         info = json.loads(self.latents.read(latent_shards.INFO))
         seed = self.champion
         cache_bytes = self.recipe.train.cache_bytes
@@ -322,7 +338,7 @@ class SelectionStage(Stage):
             path = Path(folder, "shard.safetensors")
             groups = cut_shard(ref, info, count, seed, path, cache_bytes=cache_bytes)
             parts = {"cut": entry.sha256, "samples": count, "seed": seed, "of": SELECTION}
-            key = digest_json(parts)
+            key = digest_json({**parts, "left_out": left_out})
             files = {".safetensors": str(path)}
             return draft.store.commit_shard(STAGE, key, files, {"groups": groups})
 
@@ -345,14 +361,15 @@ def _sample(shards: Sequence[Shard], wanted: int, seed: str) -> tuple[list[Shard
 
 
 def _count(shards: list[Shard]) -> int:
-    """Training samples; mirrored copies do not count."""
+    """Training samples; mirrored ones and those left out do not count."""
     groups = (shard.meta["groups"] for shard in shards)
-    return sum(n for group in groups for name, n in group.items() if name.startswith("train/"))
+    stored = sum(n for group in groups for name, n in group.items() if name.startswith("train/"))
+    return stored - sum(shard.meta.get("copies_left_out", 0) for shard in shards)
 
 
 def _shards(latents: Artifact) -> list[Shard]:
     """The latent shards of an artifact, in the order of their names."""
     prefix = f"../{SHARDS}/"
-    entries = [entry for entry in latents.files if entry.path.startswith(prefix)]
+    entries = [entry for entry in latents.files if "groups" in entry.meta]
     named = [replace(entry, path=entry.path.removeprefix(prefix)) for entry in entries]
     return [Shard(entry.path.partition(".")[0], [entry], entry.meta) for entry in named]

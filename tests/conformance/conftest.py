@@ -154,7 +154,13 @@ def _encode(folder: Path, model: Path) -> str:
         store=str(folder / "store"),
         model={"path": str(model)},
         source={"kind": "folder", "path": ".", "aesthetic_column": "score"},
-        encode={"resolution": 32, "holdout": 0.2, "masks": 3, "device": "cpu"},
+        encode={
+            "resolution": 32,
+            "holdout": 0.2,
+            "leave_out_copies": False,
+            "masks": 3,
+            "device": "cpu",
+        },
         train={"inpainting": True, "aesthetic_score": True},
     )
     store = Store(recipe.store)

@@ -8,7 +8,7 @@ import pytest
 from hub_server import HubServer
 from huggingface_hub import constants
 
-from tasks.publish.hub import TOKEN_BLOCK
+from tasks.publish.hub import token_block
 
 pytestmark = pytest.mark.slow
 TOKEN, REPO = "hf_of_the_block", "someone/digits"
@@ -20,9 +20,9 @@ def block(at_home: Callable[[str], None], api: str) -> Iterator[None]:
     from prefect.blocks.system import Secret
 
     at_home(api)
-    Secret(value=TOKEN).save(TOKEN_BLOCK, overwrite=True)
+    Secret(value=TOKEN).save(token_block("digits"), overwrite=True)
     yield
-    Secret.delete(TOKEN_BLOCK)
+    Secret.delete(token_block("digits"))
 
 
 @pytest.fixture

@@ -257,8 +257,8 @@ def test_a_setting_without_effect_is_told_and_is_not_in_the_run(
     assert "encode.seed has no effect with encode.crop: center and encode.masks: 0" in caplog.text
 
 
-def test_a_rule_with_a_level_on_few_prompts_is_told_before_it_is_judged(
-    small: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_a_rule_with_a_level_on_few_prompts_is_refused_before_it_is_judged(
+    small: dict[str, Any],
 ) -> None:
     given = {
         **small,
@@ -268,10 +268,28 @@ def test_a_rule_with_a_level_on_few_prompts_is_told_before_it_is_judged(
     }
     recipe = load_recipe("digits", given)
     prepare(recipe, until="evaluate")
-    assert "standard errors" not in caplog.text
+    said = "clip_score/old .* its interval is ± 12.7 standard errors wide with 2 prompts"
+    with pytest.raises(Refused, match=said):
+        prepare(recipe)
+
+
+def test_a_rule_that_few_prompts_decide_is_told_before_it_is_judged(
+    small: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    digits = ("zero", "one", "two", "three", "four")
+    old = [f"a handwritten {digit} in red ink on white paper" for digit in digits]
+    given = {
+        **small,
+        "evaluate.prompts.old.prompts": old,
+        "evaluate.bootstrap": 40,
+        "publish.gate": ["clip_score/old >= base * 0.9 at 95%", "clip_score/new >= base at 95%"],
+    }
+    recipe = load_recipe("digits", given)
+    prepare(recipe, until="evaluate")
+    assert "decide it" not in caplog.text
     prepare(recipe)
-    assert caplog.text.count("its interval is ± 12.7 standard errors wide with 2 prompts") == 1
-    assert "clip_score/new" not in caplog.text  # of ten prompts
+    assert caplog.text.count("'clip_score/old >= base * 0.9 at 95%': 5 pictures of 5 prompts") == 1
+    assert "clip_score/new" not in caplog.text  # it demands a gain, of which nothing is known
 
 
 def test_a_warning_that_concerns_all_trials_of_a_sweep_is_told_once(
@@ -372,6 +390,19 @@ def test_rules_without_held_out_pictures_are_refused_before_training(small: dict
     check_gate_rules(
         load_recipe("digits", {**small, "publish.gate": ["digit/new > 0"]}), latents(train=9)
     )
+
+
+def test_few_held_out_pictures_are_told_before_training(
+    small: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = "holdout_loss < base at 95%"
+    more = {"evaluate.bootstrap": 40, "evaluate.holdout_samples": 256}
+    recipe = load_recipe("digits", {**small, **more, "publish.gate": [rule]})
+    for held_out, told in ((16, 0), (8, 1)):
+        shard = ShardRef("", 0, "", {"holdout/8x8": held_out})
+        check_gate_rules(recipe, Latents({}, [shard]))
+        assert caplog.text.count("held-out pictures decide it") == told
+    assert "8 held-out pictures decide it in about" in caplog.text
 
 
 @pytest.fixture

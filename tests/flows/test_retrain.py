@@ -55,6 +55,9 @@ def test_a_grown_source_continues_the_champion_on_its_new_rows(
     assert same["why"] == "the source has no new rows since v1"
 
     grown = retrain({"source.count": 90})
+    # Copies of the pictures that the champion was measured on are left out, too.
+    held_out = manifest(grown, "encode")["inputs"]["compared"]
+    assert held_out == manifest(first, "download")["digest"]
     found = grown["changes"]
     assert (found["new_rows"], found["removed_rows"], found["rows_to_fetch"]) == (30, 0, 30)
     for stage in ("download", "encode"):  # all old shards are used as they are

@@ -202,7 +202,9 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
     """A flow has no retries, and the stages before it may have taken days."""
     from flows import retrain, sweep
 
-    here: Any = SimpleNamespace(store=None, recipe=SimpleNamespace(sweep=None, place=None))
+    once = SimpleNamespace(max_pictures=None)
+    recipe = SimpleNamespace(sweep=None, place=None, evaluate=once)
+    here: Any = SimpleNamespace(store=None, recipe=recipe)
     one: Any = SimpleNamespace(load=lambda *_: None, latents="")
     monkeypatch.setattr("flows.retrain.new_samples", away_once(3))
     assert retrain._has_new_samples(here, one, one) and waited == [10.0]

@@ -108,7 +108,8 @@ def test_a_bug_in_a_trial_is_logged_with_its_traceback(
 
     monkeypatch.setattr(sweep_flow, "run_task", fail)
     none: Any = None
-    run: Any = SimpleNamespace(recipe=SimpleNamespace(place=none))
+    once = SimpleNamespace(max_pictures=None)
+    run: Any = SimpleNamespace(recipe=SimpleNamespace(place=none, evaluate=once))
     with caplog.at_level("WARNING", logger="kiln"):
         outcome, states = sweep_flow._try(1, Trial({}, none), run, none, none)
     assert (outcome["status"], states) == ("failed", [])

@@ -41,12 +41,12 @@ def test_a_difference_is_named(flows: dict[str, str], words: str) -> None:
 def test_files_of_an_editor_are_no_code(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/a.py").write_text("1")
-    digest = code_version._code_digest(tmp_path)
+    digest = code_version.code_digest(tmp_path)
     (tmp_path / "tasks/.#a.py").symlink_to("user@host.1234")  # Emacs' lock
     (tmp_path / "tasks/gone.py").symlink_to("nowhere")
-    assert code_version._code_digest(tmp_path) == digest
+    assert code_version.code_digest(tmp_path) == digest
     (tmp_path / "tasks/a.py").write_text("2")
-    assert code_version._code_digest(tmp_path) != digest
+    assert code_version.code_digest(tmp_path) != digest
 
 
 def test_the_packages_of_a_runtime_s_own_interpreter_are_compared(

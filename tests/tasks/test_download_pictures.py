@@ -25,7 +25,7 @@ from tasks import download
 from tasks.download import DownloadStage
 from tasks.download.data_quality import DownloadStatistics
 from tasks.download.decode import img2dataset_resizer
-from tasks.encode.crop_to_bucket import bucket_sizes, transform
+from tasks.encode.crop_to_bucket import bucket_sizes, decode, transform
 from tasks.panels import PicturePanel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -90,7 +90,9 @@ def test_a_picture_with_an_exif_orientation_is_stored_upright(tmp_path: Path, we
     assert [sample.meta[f"original_{name}"] for name in ("width", "height")] == [40, 32]
     square = replace(SQUARE, resolution=16, bucket_step=8, holdout=0.0, max_pixels=10_000)
     sha256 = hashlib.sha256(sample.image).digest()
-    (seen,) = transform(sample.image, sha256, sample.meta, square, bucket_sizes(square, 4))
+    (seen,) = transform(
+        decode(sample.image, 2**26), sha256, sample.meta, square, bucket_sizes(square, 4)
+    )
     assert seen.original_size == (32, 40)
     red, _, blue = seen.pixels
     assert (red[:6] > 0.5).all() and (red[-6:] < -0.5).all() and (blue[-6:] > 0.5).all()

@@ -27,12 +27,14 @@ from tasks.encode.crop_to_bucket import (
 
 def _apply(data: bytes, settings: TransformSettings, meta: dict | None = None):
     sha256 = hashlib.sha256(data).digest()
-    return transform(data, sha256, meta or {}, settings, bucket_sizes(settings, 4))[0]
+    image = decode(data, settings.max_pixels)
+    return transform(image, sha256, meta or {}, settings, bucket_sizes(settings, 4))[0]
 
 
 def _mirrored(data: bytes, settings: TransformSettings):
     sha256 = hashlib.sha256(data).digest()
-    return transform(data, sha256, {}, settings, bucket_sizes(settings, 4))[1]
+    image = decode(data, settings.max_pixels)
+    return transform(image, sha256, {}, settings, bucket_sizes(settings, 4))[1]
 
 
 def test_sdxl_buckets_are_those_of_its_paper() -> None:
@@ -96,12 +98,12 @@ def test_training_pictures_are_mirrored_and_held_out_ones_are_not() -> None:
     for width in range(100, 140):
         data = gradient(width, 90)
         sha256 = hashlib.sha256(data).digest()
-        variants = transform(data, sha256, {}, settings, bucket_sizes(settings, 4))
+        variants = transform(decode(data, 2**26), sha256, {}, settings, bucket_sizes(settings, 4))
         assert [v.flip for v in variants] == ([False] if is_holdout(sha256, 0.3) else [False, True])
         if len(variants) == 2:  # cut in the middle, one is the mirror image of the other
             apart = abs(variants[0].pixels[:, :, ::-1] - variants[1].pixels)
             assert apart.max() < 0.05
-    without = transform(data, sha256, {}, SQUARE, bucket_sizes(SQUARE, 4))
+    without = transform(decode(data, 2**26), sha256, {}, SQUARE, bucket_sizes(SQUARE, 4))
     assert [v.flip for v in without] == [False]
 
 

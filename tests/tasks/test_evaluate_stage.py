@@ -20,6 +20,14 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.numpy import load_file
 from transformers import CLIPModel
 
+from artifacts.latent_shards import (
+    INFO,
+    LEFT_OUT,
+    encode_left_out,
+    open_latents,
+    read_training_ids,
+    shard_key,
+)
 from artifacts.records import Damaged
 from artifacts.store import Artifact, KeyParts, Shard
 from configs.errors import Refused
@@ -221,6 +229,23 @@ def _drawn_by_the_tuned(world: World, artifact: Artifact) -> Shard:
     shard = world.store.shard("evaluate", key)
     assert shard is not None
     return shard
+
+
+def test_pictures_that_training_leaves_out_are_no_training_pictures(world: World) -> None:
+    trained = world.trained(0.5)
+    before = world.evaluate(trained).summary["memorization"]
+    draft = world.store.draft(KeyParts("encode", 1, {"left_out": 2}, {}))
+    for entry in world.latents.files:
+        if entry.path.startswith("../"):
+            draft.files[entry.path] = entry
+    (shard,) = open_latents(world.latents.uri).shards
+    ((group, ids),) = read_training_ids(world.store.fs, shard.url).items()
+    draft.write(INFO, world.latents.read(INFO))
+    left_out = {row: sha256.hex() for row, sha256 in enumerate(ids[:2])}
+    draft.write(LEFT_OUT, encode_left_out({shard_key(shard.url): {group: left_out}}))
+    after = replace(world, latents=draft.commit({}, {})).evaluate(trained).summary["memorization"]
+    assert after["training_pictures"] == before["training_pictures"] - 2
+    assert after["held_out_pictures"] == before["held_out_pictures"]
 
 
 def test_another_training_run_reuses_the_bases_pictures(world: World) -> None:

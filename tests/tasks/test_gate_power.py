@@ -1,73 +1,217 @@
-"""The shipped gates let models without a fault pass, and refuse those with one."""
+"""Rules of gates are decidable: shipped ones by simulation, others by what is told before a run."""
 
 import json
-from functools import cache
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
-import simulated_gate
-from simulated_gate import BAD, HARMFUL, HARMLESS, SPREADS, decisions, redistributed, shares
 
-from configs.load_recipe import load_recipe, recipe_names
+from artifacts.store import KeyParts, Store
+from bench import gate_power as simulated
+from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, leveled_rules, share
+from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
+from configs.settings.recipe import Recipe
+from flows.show_plan import show_plan
+from tasks.build_or_reuse import BOOTSTRAP, METRICS
+from tasks.evaluate.distances import Resampling, mean, to_npz
+from tasks.evaluate.metrics import most_rounds
+from tasks.evaluate.stage import measured_by, metrics_by_name
+from tasks.publish.gate_power import (
+    HARMLESS,
+    difference_of,
+    looks_of,
+    newest_estimates,
+    probability,
+    undecidable,
+)
 from tasks.publish.promotion_gate import parse_rule
 
 DRAWS = 100
-RESAMPLES = 200
 OLD = "clip_score/old >= base * 0.9 at 95%"
 
 
-def leveled(name: str) -> list[str]:
-    return [text for text in load_recipe(name).publish.gate if parse_rule(text).level is not None]
+def with_old(prompts: int, pictures: int, more: int | None = None, rule: str = OLD) -> Recipe:
+    """`sdxl` with one rule on so many old prompts, and no other prompts."""
+    old = {
+        "prompts": [f"prompt {number}" for number in range(prompts)],
+        "images_per_prompt": pictures,
+    }
+    settings = {"evaluate.prompts": {"new": None, "old": old}, "publish.gate": [rule]}
+    return load_recipe("sdxl", settings | {"evaluate.max_pictures": more})
 
 
-@cache
-def shares_of_shape(shape: str, name: str, lost: float) -> dict[str, float]:
-    """Recipes with equal rules and numbers of pictures have equal shares."""
-    return shares(load_recipe(name, {"evaluate.bootstrap": RESAMPLES}), lost, DRAWS)
+def rules_of_recipes() -> Iterator[tuple[str, str]]:
+    """Recipe and rule; those with equal rules, rounds and prompts are alike, so one is tried."""
+    tried = set()
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        for rule in leveled_rules(recipe):
+            rounds = most_rounds(recipe.evaluate)
+            shape = rule.text, rounds, simulated._prompts(recipe, rule, rounds)
+            if shape not in tried:
+                tried.add(shape)
+                yield name, rule.text
 
 
-FIRST: dict[str, str] = {}  # shape -> the first recipe that has it
+@pytest.mark.parametrize(("name", "text"), rules_of_recipes())
+def test_a_shipped_rule_passes_harmless_models_and_no_bad_ones(name: str, text: str) -> None:
+    """By the share of 1,000 models that docs/benchmarks.md has; here fewer, with their chance."""
+    recipe, rule = load_recipe(name), parse_rule(text)
+    assert share([*decisions(recipe, rule, HARMLESS, DRAWS)]) >= 0.95
+    assert share([*decisions(recipe, rule, BORDERLINE, DRAWS)]) <= 0.08
+    assert share([*decisions(recipe, rule, BAD, DRAWS)]) <= 0.08
 
 
-def simulated(name: str, lost: float) -> dict[str, float]:
-    sets = load_recipe(name).evaluate.prompts.items()
-    sizes = {key: (len(one.prompts), one.images_per_prompt, one.compare) for key, one in sets}
-    shape = json.dumps([sizes, leveled(name)])
-    return shares_of_shape(shape, FIRST.setdefault(shape, name), lost)
-
-
-@pytest.mark.parametrize("name", [name for name in recipe_names() if leveled(name)])
-def test_a_shipped_gate_lets_harmless_models_pass_and_no_harmful_ones(name: str) -> None:
-    """By the rules with a level: 95% of intervals have the truth, 2.5% are on its wrong side."""
-    harmless = simulated(name, HARMLESS)
-    assert harmless.keys() == {*leveled(name), "all", "rounds"}
-    assert harmless["all"] >= 0.95 and harmless["rounds"] <= 1.5
-    harmful = simulated(name, HARMFUL)
-    assert max(harmful[text] for text in leveled(name)) <= 0.05
-    bad = simulated(name, BAD)
-    assert max(bad[text] for text in leveled(name)) <= 0.05
-
-
-@pytest.mark.parametrize("name", ["sdxl", "flux-lora"])
 @pytest.mark.parametrize("words", SPREADS)
-def test_old_prompts_are_enough_for_other_spreads(name: str, words: str) -> None:
+def test_the_old_prompts_of_recipes_are_enough_for_all_spreads(words: str) -> None:
+    made = [*decisions(load_recipe("sdxl"), parse_rule(OLD), HARMLESS, DRAWS, SPREADS[words])]
+    assert share(made) >= 0.95
+    assert sum(decision.rounds for decision in made) <= 1.5 * DRAWS  # pictures drawn
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_nothing_is_told_of_the_rules_of_shipped_recipes(name: str) -> None:
+    recipe = load_recipe(name)
+    assert [*undecidable(recipe, {}), *undecidable(recipe, {}, held_out=simulated.HELD_OUT)] == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pictures", "rounds"), [(5, 2, 1), (5, 8, 1), (8, 1, 1), (8, 2, 1), (8, 2, 3)]
+)
+def test_the_probability_is_the_share_of_simulated_models(
+    prompts: int, pictures: int, rounds: int
+) -> None:
+    """With several looks it is a lower bound: a model may also pass at another look."""
+    recipe = with_old(prompts, pictures, prompts * pictures * rounds)
     rule = parse_rule(OLD)
-    made = [*decisions(load_recipe(name), rule, HARMLESS, DRAWS, SPREADS[words])]
-    assert sum(decision.passed for decision in made) >= 0.95 * DRAWS
+    difference = difference_of(rule, {})
+    assert difference is not None
+    told = probability(rule, difference, looks_of(rule, recipe.evaluate, rounds))
+    passed = share([*decisions(recipe, rule, HARMLESS, 400)])
+    assert told - 0.05 < passed < told + (0.05 if rounds == 1 else 0.12)
 
 
-def test_two_prompts_with_as_many_pictures_would_refuse_harmless_models() -> None:
-    """The simulation tells gates apart."""
-    recipe = redistributed(load_recipe("sdxl"), {"old": 2})
-    assert recipe.evaluate.prompts["old"].images_per_prompt == 8
-    made = [*decisions(recipe, parse_rule(OLD), HARMLESS, DRAWS)]
-    assert 0.4 < sum(decision.passed for decision in made) / DRAWS < 0.7
-
-
-def test_the_table_has_each_recipe_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        simulated_gate.main(["--recipes", "sdxl", "laion-jax", "--draws", "2", "--old", "4"]) == 0
+def test_an_undecidable_rule_is_told_with_numbers_that_are_enough() -> None:
+    (line,) = undecidable(with_old(5, 2), {})
+    assert line == (
+        f"gate rule {OLD!r}: 10 pictures of 5 prompts decide it in about 66% of the runs of a "
+        "model that lost a tenth of what it may: list 9 prompts in evaluate.prompts.old"
     )
+    (line,) = undecidable(with_old(5, 2, 40), {})
+    assert "40 pictures of 5 prompts decide it in at least 48%" in line, "by the levels of looks"
+    assert [*undecidable(with_old(8, 2), {})] != [] and [*undecidable(with_old(9, 2), {})] == []
+
+
+def test_more_rounds_are_advised_where_they_bring_more_prompts() -> None:
+    recipe = with_old(30, 1)
+    old = recipe.evaluate.prompts["old"].model_copy(update={"prompts_per_round": 6})
+    few = recipe.evaluate.model_copy(update={"prompts": {"old": old}})
+    (line,) = undecidable(recipe.model_copy(update={"evaluate": few}), {})
+    advised = int(line.rpartition("set evaluate.max_pictures to ")[2])
+    assert advised % 6 == 0
+    for pictures, told in ((advised - 6, 1), (advised, 0)):
+        more = few.model_copy(update={"max_pictures": pictures})
+        assert len([*undecidable(recipe.model_copy(update={"evaluate": more}), {})]) == told
+
+
+@pytest.mark.parametrize(
+    ("rule", "held_out", "told"),
+    [
+        ("holdout_loss < base at 95%", 8, "8 held-out pictures .* gained 2%: hold back 16 "),
+        ("holdout_loss < base at 95%", 16, None),
+        ("holdout_loss <= champion * 1.02 at 95%", 8, "lost a tenth .* hold back 21 "),
+        ("holdout_loss < base", 8, None),
+        (OLD, 8, None),  # of drawn pictures
+    ],
+)
+def test_few_held_out_pictures_are_told_by_their_number(
+    rule: str, held_out: int, told: str | None
+) -> None:
+    lines = [*undecidable(with_old(16, 1, rule=rule), {}, held_out=held_out)]
+    assert len(lines) == (told is not None)
+    assert re.search(told or "", "".join(lines))
+
+
+def test_a_rule_that_no_prior_tells_of_is_passed_over() -> None:
+    for rule in (
+        "cmmd < base at 95%",
+        "clip_score/old > base at 95%",
+        "clip_score/old > 99 at 95%",
+    ):
+        assert [*undecidable(with_old(5, 1, rule=rule), {})] == []
+
+
+def evaluated(store: Store, recipe: Recipe, lost: float, day: int, gained: float = 0.0) -> None:
+    """Store an evaluation of 20 old prompts, whose loss differs by `lost` between prompts."""
+    rng = np.random.default_rng(day)
+    base = rng.normal(60, 2, 20)
+    resampling = Resampling(1000, 0)
+    models = {
+        name: {"clip_score/old": mean(scores, resampling)}
+        for name, scores in (("base", base), ("tuned", base + rng.normal(gained, lost, 20)))
+    }
+    draft = store.draft(KeyParts("evaluate", 1, {"day": day}, {}))
+    draft.write(METRICS, json.dumps({"metrics": metrics_by_name(models)}).encode())
+    draft.write(BOOTSTRAP, to_npz(models))
+    summary = {"measured_by": measured_by(recipe)}
+    draft.commit(summary, {"created": f"2026-11-{day:02}T00:00:00+00:00"})
+
+
+def test_the_newest_evaluation_of_the_base_replaces_the_prior(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    recipe = with_old(5, 1)
+
+    def told(recipe: Recipe = recipe) -> str:
+        return "".join(undecidable(recipe, newest_estimates(recipe, store)))
+
+    by_prior = told()
+    assert "list 13 prompts" in by_prior
+    evaluated(store, recipe, 1.0, 1)
+    assert told() == ""
+    evaluated(store, recipe, 6.0, 2)
+    assert "list 20 prompts" in told()
+    other = recipe.model.model_copy(update={"path": "another/model"})
+    assert told(recipe.model_copy(update={"model": other})) == by_prior
+
+
+def test_a_rule_without_a_prior_is_told_of_by_an_evaluation(tmp_path: Path) -> None:
+    """Of a model that gained what the last one did."""
+    store = Store(str(tmp_path / "store"))
+    recipe = with_old(5, 1, rule="clip_score/old > base at 95%")
+    assert [*undecidable(recipe, {})] == []
+    evaluated(store, recipe, 6.0, 1, gained=4.0)
+    assert "a model that gained what the last one did" in "".join(
+        undecidable(recipe, newest_estimates(recipe, store))
+    )
+
+
+def test_a_plan_tells_it_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flows.show_plan.open_configs", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        show_plan(with_old(5, 2), None, "24GB", search=False, as_json=False)
+    assert "10 pictures of 5 prompts decide it" in caplog.text
+
+
+def test_the_bench_has_a_row_for_recipes_with_equal_rules(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["flux-lora", "flux-schnell", "digits-base"]
+    assert simulated.main(["--recipes", *names, "--draws", "2"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
-    assert {f"sdxl, {words}" for words in SPREADS} < figures.keys()
-    harmless = figures["sdxl, as assumed"][f"{OLD}, harmless"]
-    assert 0 <= harmless <= 1
+    assert len(figures) == 4
+    row = figures[f"{OLD}: flux-lora, flux-schnell"]
+    assert row["harmless, least"] == 1.0 and row["bad, most"] == 0.0
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_page_of_benchmarks_has_each_rule_of_each_recipe(name: str) -> None:
+    lines = (CHECKOUT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
+    for rule in leveled_rules(load_recipe(name)):
+        of_rule = [line for line in lines if line.startswith(f"| `{rule.text}` |")]
+        (row,) = [line for line in of_rule if f"`{name}`" in line]
+        harmless, borderline, bad, rounds = map(float, row.split("|")[3:7])
+        assert harmless >= 0.95 and borderline <= 0.05 and bad <= 0.05 and rounds <= 1.5

@@ -75,7 +75,7 @@ def suite(tiny_clip: Path) -> MetricSuite:
         }
 
     return MetricSuite(
-        sets=SETS,
+        rounds=(SETS,),
         compared=("new",),
         judges={},
         resampling=Resampling(20, 0),
@@ -91,7 +91,7 @@ def test_the_metric_of_a_set_uses_its_pictures_and_encoder(
     store: Store, suite: MetricSuite, tmp_path: Path
 ) -> None:
     pictures = noise(*range(5))
-    found = suite.measure(store, drawn(store, "k", pictures, tmp_path / "out")).metrics
+    found = suite.measure(store, [drawn(store, "k", pictures, tmp_path / "out")]).metrics
     by_clip, by_image = (suite.encoders[name].images(pictures) for name in ("clip", "image"))
     scores = clip_scores(by_clip, suite.text_features)
     assert min(scores) > 0 and len(set(scores)) == 5
@@ -112,9 +112,9 @@ def test_every_metric_of_drawn_pictures_resamples_prompts_with_all_their_picture
     """Equal texts of two sets are one prompt."""
     sets = {"new": ("a cat", "a cat", "a dog", "a dog"), "old": ("a cat",)}
     judges = {"bright": lambda images, _: images.mean(axis=(1, 2, 3)) > 127}
-    repeated = replace(suite, sets=sets, judges=judges, compared=("new", "old"))
+    repeated = replace(suite, rounds=(sets,), judges=judges, compared=("new", "old"))
     shard = drawn(store, "k", noise(*range(5)), tmp_path / "out")
-    found = repeated.measure(store, shard).metrics
+    found = repeated.measure(store, [shard]).metrics
     single = {"clip_score/old", "bright/old"}
     assert {n: one.prompts for n, one in found.items()} == {n: 2 * (n not in single) for n in found}
     assert {"clip_score", "cmmd", "fd", "recall", "bright/new", "memorized"} < found.keys()
@@ -128,7 +128,7 @@ def test_the_distances_of_inception_use_its_features(
             return super().images([picture[-2:, -2:] for picture in pictures])
 
     shard, pictures = drawn(store, "k", noise(*range(5)), tmp_path / "out"), noise(*range(5))
-    without = suite.measure(store, shard).metrics
+    without = suite.measure(store, [shard]).metrics
     held_out = Corner().images(noise(*range(90, 98)))
     reference = ReferenceFeatures(held_out, (), Shard("inception", [], {}))
     inception = replace(
@@ -136,7 +136,7 @@ def test_the_distances_of_inception_use_its_features(
         encoders={**suite.encoders, "inception": Corner()},
         held_out={**suite.held_out, "inception": reference},
     )
-    found, by_corner = inception.measure(store, shard).metrics, Corner().images(pictures[:2])
+    found, by_corner = inception.measure(store, [shard]).metrics, Corner().images(pictures[:2])
     assert set(found) - set(without) == {"fd_inception", "kid_inception"}
     assert found["fd_inception"].value == frechet(by_corner, held_out, Resampling(20, 0)).value
     assert found["kid_inception"].value == kid(by_corner, held_out, Resampling(20, 0)).value
@@ -148,10 +148,10 @@ def test_a_copy_of_a_training_picture_among_the_samples_is_found(
 ) -> None:
     """The copy is brighter and has less contrast, as a sampler would draw it."""
     pictures = noise(*range(5))
-    clean = suite.measure(store, drawn(store, "clean", pictures, tmp_path / "clean"))
+    clean = suite.measure(store, [drawn(store, "clean", pictures, tmp_path / "clean")])
     (copied,) = noise(TRAINING[6])
     pictures[3] = (copied * 0.8 + 20).astype(np.uint8)
-    planted = suite.measure(store, drawn(store, "planted", pictures, tmp_path / "planted"))
+    planted = suite.measure(store, [drawn(store, "planted", pictures, tmp_path / "planted")])
     for name in ("memorized", "memorized_pixels"):
         assert clean.metrics[name].value == 0.0 and planted.metrics[name].value == 0.2
     assert clean.nearest is not None and planted.nearest is not None
@@ -165,7 +165,9 @@ def test_a_copy_of_a_training_picture_among_the_samples_is_found(
 def test_the_base_is_above_the_tuned_model(store: Store, tmp_path: Path) -> None:
     base = drawn(store, "base", plain(red=200, blue=0), tmp_path / "base")
     tuned = drawn(store, "tuned", plain(red=0, blue=200), tmp_path / "tuned")
-    page = np.asarray(Image.open(io.BytesIO(_grid(store, {"base": base, "tuned": tuned}, SETS))))
+    page = np.asarray(
+        Image.open(io.BytesIO(_grid(store, {"base": [base], "tuned": [tuned]}, SETS)))
+    )
     column = page[:, draw.LABEL + 5].astype(int)
     rows = {"base": [200, 0, 0], "tuned": [0, 0, 200]}
     where = {name: np.flatnonzero((column == rgb).all(axis=1)) for name, rgb in rows.items()}
@@ -196,6 +198,12 @@ def test_the_reference_pictures_are_those_of_the_split(store: Store, tmp_path: P
         np.testing.assert_array_equal([picture for *_, picture in found], expected)
         assert [sample.key for _, sample, _ in found] == [s.key for s in wanted]
         assert len(list(reference_pictures(artifact, TRANSFORM, 4, split, 2))) == 2
+    copies = {s.meta["sha256"] for s in trained[:2]}
+    rest = [
+        sample.key
+        for _, sample, _ in reference_pictures(artifact, TRANSFORM, 4, "train", LIMIT, copies)
+    ]
+    assert rest == [s.key for s in trained[2:]], "a copy of a held-out picture is not trained on"
     chosen = {(path, sample.key) for path, sample, _ in found[1:3]}
     again = find_pictures(artifact, chosen, TRANSFORM, 4)
     assert again.keys() == chosen

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from configs.load_recipe import load_recipe
+from configs.settings.data import Encode
 from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.families import family_named
 from tasks.evaluate.metrics import metric_rows
@@ -160,6 +161,13 @@ def test_the_card_of_qwen_image_is_guided_as_the_evaluation(tmp_path: Path) -> N
     assert "guidance_scale" not in code
 
 
+def test_the_card_says_that_copies_of_held_out_pictures_may_be_in_training() -> None:
+    name = "near-duplicates of held-out pictures"
+    facts = training_facts({}, {}, Encode(leave_out_copies=False))
+    assert facts[name] == "may be in training (encode.leave_out_copies: false)"
+    assert name not in training_facts({}, {}, Encode(holdout=0.0)), "nothing is held out"
+
+
 @pytest.mark.parametrize(
     ("weights", "relation"), [(Weights(True), "finetune"), (Weights(False, True), "adapter")]
 )
@@ -179,8 +187,8 @@ def test_the_metadata_names_what_the_hub_knows(
     }
     measured = {"metrics": metrics, "differences": {}}
     summary = {"steps": 60, "chosen_step": 40, "chosen_because": "the lowest loss"}
-    summary["batches_left_out"] = 3
-    facts = training_facts(run, summary)
+    summary |= {"batches_left_out": 3, "copies_left_out": 7}
+    facts = training_facts(run, summary, Encode())
     weights = replace(weights, caption_tokens=256)
     card = write_card(recipe, tmp_path, measured, [], {}, weights, facts)
     assert ", true_cfg_scale=3.0, negative_prompt='', height=512" in card
@@ -194,8 +202,9 @@ def test_the_metadata_names_what_the_hub_knows(
     assert data.to_dict()["thumbnail"] == "before_after.png"
     assert "| checkpoint | step 40 of 60, the lowest loss |" in card
     assert "| batches left out after a divergence | 3 |" in card
-    assert not any("batch" in name for name in training_facts(run, {"steps": 60}))
-    assert "checkpoint" not in training_facts(run, {"steps": 60})
+    assert not any("batch" in name for name in training_facts(run, {"steps": 60}, Encode()))
+    assert "checkpoint" not in training_facts(run, {"steps": 60}, Encode())
+    assert "| near-duplicates of held-out pictures | 7 left out of training |" in card
     assert "| hardware | NVIDIA H100 |" in card and "| hours | 1.5 |" in card
     assert "| base | some-lab/xl\\_base-1.0, revision r2 |" in card
     assert "co2" not in card, "no energy was measured"

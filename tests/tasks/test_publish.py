@@ -217,12 +217,16 @@ def test_what_is_published_has_the_champions_metrics_and_the_paired_difference(
     assert "tuned - champion" in artifact.read("README.md").decode().replace("\\", "")
 
 
-def test_a_model_that_fails_at_a_level_is_told_the_interval(
+def test_a_model_that_is_undecided_at_a_level_is_told_the_interval(
     publish: Publish, tmp_path: Path
 ) -> None:
     """Its value may be below the bound."""
     recipe = digits(tmp_path, "cmmd < 1.2 at 95%")
-    said = r"cmmd < 1\.2 at 95% \(measured 1, bound 1\.2, value - bound in \[-0\.\d+, 0\.\d+\]\)"
+    said = (
+        r"not enough pictures to tell \(evaluate\.max_pictures\): cmmd < 1\.2 at 95% "
+        r"\(measured 1, bound 1\.2, value - bound in \[-0\.\d+, 0\.\d+\]: "
+        r"about \d+ more pictures would do\)"
+    )
     with pytest.raises(Rejected, match=said):
         publish(recipe)
 

@@ -386,4 +386,4 @@ def test_a_flow_uses_the_secret_block_unless_hf_token_has_a_token(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     if variable is not None:
         monkeypatch.setenv("HF_TOKEN", variable)
-    assert _token() == token
+    assert _token("digits") == token

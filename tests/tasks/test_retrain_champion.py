@@ -99,15 +99,20 @@ def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) 
     given = replace(run, champion=champion).eval_inputs(images, latents)
     assert (given.images, given.latents) == (first["images"], first["latents"])
     assert given.training == images  # copies are searched among all pictures
+    assert given.training_latents == latents  # which name those that are not trained on
     assert given.digests()["training_images"] == images.digest
     assert run.eval_inputs(images, latents).images == images
     encoded = replace(latents, manifest=latents.manifest | {"inputs": {"encoders": "others"}})
     others = replace(run, champion=champion).eval_inputs(images, encoded)
     assert others.latents == encoded  # the champion's latents are of another VAE
-    encode = run.recipe.encode.model_copy(update={"holdout": 0.5})
-    changed = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}))
-    other = replace(changed, champion=champion)
-    assert other.eval_inputs(images, latents).images == images  # the champion is measured again
+    for setting, reference in (
+        ({"leave_out_copies": False}, first["images"]),
+        ({"holdout": 0.5}, images),  # the champion is measured again
+    ):
+        encode = run.recipe.encode.model_copy(update=setting)
+        changed = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}))
+        other = replace(changed, champion=champion)
+        assert other.eval_inputs(images, latents).images == reference
 
 
 def test_gc_keeps_what_a_champion_in_a_moved_registry_was_made_of(
@@ -334,6 +339,16 @@ def test_a_retraining_asks_anew_for_an_expired_candidate(run: Run) -> None:
     registry.approve("v2", "anna", "")
     registry.rollback()
     assert "v2 of these rows was published before" in str(stage.why_unchanged(run.store))
+
+
+def test_an_undecided_model_is_judged_again(run: Run) -> None:
+    """`evaluate.max_pictures`, which is in no key, may allow more pictures."""
+    publish_model(run, "first")
+    champion = find_champion(publish.registry_of(run.recipe), run.store)
+    report = {"status": "undecided", "model": None}
+    stage = DecisionStage(run.recipe, CHANGES, champion, MODELS, report)
+    run.build(stage)
+    assert stage.why_unchanged(run.store) is None
 
 
 @pytest.mark.parametrize("stage", ["download", "encode", "train", "evaluate", "publish"])

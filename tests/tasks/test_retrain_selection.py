@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 
 from artifacts.latent_shards import (
     INFO,
+    LEFT_OUT,
     LatentSample,
     LatentShard,
+    LeftOut,
     Texts,
+    encode_left_out,
     open_latents,
     write_latent_shard,
 )
@@ -128,12 +132,17 @@ def encoded_shard(store: Store, number: int, groups: dict[str, int], *, embeds: 
     return store.commit_shard(STAGE, key, {".safetensors": str(path)}, {"groups": groups})
 
 
-def encoded(store: Store, shards: list[Any], info: dict[str, Any]) -> Artifact:
+def encoded(
+    store: Store, shards: list[Any], info: dict[str, Any], left_out: LeftOut | None = None
+) -> Artifact:
     keys = "".join(shard.key[-4:] for shard in shards)
     with store.lock(STAGE, keys) as lock:
         draft = store.draft(KeyParts(STAGE, 1, {"shards": keys} | info, {}), lock)
         for shard in shards:
-            draft.add_shard(shard)
+            rows = sum(map(len, (left_out or {}).get(shard.key, {}).values()))
+            draft.add_shard(replace(shard, meta=shard.meta | {"copies_left_out": rows}))
+        if left_out:
+            draft.write(LEFT_OUT, encode_left_out(left_out))
         draft.write(INFO, json.dumps({"family": "qwen_image"} | info).encode())
         return draft.commit({}, {})
 
@@ -165,6 +174,28 @@ def test_few_new_samples_have_their_share_of_a_large_shard(
                 assert cut.input_ids(row) == whole.input_ids(row_before)
                 if embeds:
                     assert np.array_equal(cut.prompt_embeds(row), whole.prompt_embeds(row_before))
+
+
+def test_copies_of_held_out_pictures_are_neither_counted_nor_replayed(store: Store) -> None:
+    """Of an old shard 12 of 40 samples are left, of the new one 4 of 6."""
+    shards = [encoded_shard(store, number, SIZES, embeds=True) for number in range(3)]
+    new = encoded_shard(store, 3, {"train/4x4": 6}, embeds=True)
+    left_out = {shard.key: {"train/4x4": {n: f"{n}" for n in range(28)}} for shard in shards}
+    left_out[new.key] = {"train/4x4": {0: "a", 5: "b"}}
+    old = encoded(store, shards, {})
+    every = encoded(store, [*shards, new], {}, left_out)
+    for share, replayed in ((0.5, 4), (0.9, 36)):
+        selection, _ = select_from(store, every, old, share)
+        assert (selection.summary["new"], selection.summary["replayed"]) == (4, replayed)
+        latents = open_latents(selection.uri)
+        assert latents.training == 4 + replayed and {"a", "b"} <= latents.left_out
+        known = {ref.sha256 for ref in open_latents(every.uri).shards}
+        for ref in latents.shards:
+            shard = LatentShard(ref.url)
+            for row in range(ref.groups.get("train/4x4", 0) if ref.sha256 not in known else 0):
+                assert shard.sample("train/4x4", row).id[1] >= 28
+    without, _ = select_from(store, encoded(store, [*shards, new], {}), old, 0.5)
+    assert open_latents(without.uri).left_out == set()
 
 
 def file(shard: Any) -> str:

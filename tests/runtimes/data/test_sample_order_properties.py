@@ -70,6 +70,30 @@ def test_every_sample_comes_once_per_epoch_and_batches_have_one_bucket(
             assert set(stream[start : start + len(own)]) == own
 
 
+@holds_for(**ORDER, drawn=st.integers(0, 2**32))
+def test_rows_left_out_come_never_and_the_others_once_per_epoch(
+    shards: list[Groups], size: int, window: int, seed: int, drawn: int
+) -> None:
+    rng = np.random.default_rng(drawn)
+    rows = {
+        SampleIndex(number, group, row): bool(rng.integers(2))
+        for number, shard in enumerate(shards)
+        for group, count in shard.items()
+        if group.startswith("train/")
+        for row in range(count)
+    }
+    if all(rows.values()):
+        return
+    left_out: list[dict[str, list[int]]] = [{} for _ in shards]
+    for index, is_out in rows.items():
+        if is_out:
+            left_out[index.shard].setdefault(index.group, []).append(index.row)
+    ours = Order(shards, batch_size=size, window=window, seed=seed, left_out=left_out)
+    batches = (ours.batch(step) for step in range(ours.steps_before(size)))
+    seen = Counter(index for batch in batches for index in batch)
+    assert seen == {index: size for index, is_out in rows.items() if not is_out}
+
+
 @holds_for(**ORDER, step=STEPS, world=st.integers(1, 6))
 def test_ranks_partition_the_batch_in_order(
     shards: list[Groups], size: int, window: int, seed: int, step: int, world: int
