@@ -6,6 +6,7 @@ The commands on a store's artifacts and on published models precede those that r
 from __future__ import annotations
 
 import atexit
+import getpass
 import json
 import logging
 import os
@@ -32,8 +33,8 @@ from runtimes.detect_hardware import collect_garbage_rarely
 
 FAILED = 1
 WRONG_INPUT = 2
-#: Report status -> exit code, of a model that the gate did not let pass.
-NOT_PUBLISHED = {"rejected": 3, "undecided": 4}
+#: Report status -> exit code, of a model that is not the champion.
+NOT_PUBLISHED = {"rejected": 3, "undecided": 4, "awaiting": 5}
 INTERRUPTED = 130
 
 
@@ -178,7 +179,7 @@ def push(
 def history(
     name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None, as_json: AsJson = False
 ) -> None:
-    """List every change of a model's champion."""
+    """List every change of a model's champion, and its candidates."""
     from flows.store_commands import show_history
 
     show_history(_registry_of(store, registry), name, as_json=as_json)
@@ -199,18 +200,54 @@ def gc(
     collect_garbage(store, registry, days=days, hours=hours, delete=delete, as_json=as_json)
 
 
+By = Annotated[str | None, typer.Option("--by", help="Who decides; default: the login name.")]
+
+
 @commands.command()
 def promote(
     name: Name,
-    version: Annotated[str, typer.Argument(help="Version to make the champion, such as v2.")],
+    version: Annotated[
+        str,
+        typer.Argument(
+            help="`candidate`: the version that awaits approval; or any version, such as v2."
+        ),
+    ],
+    by: By = None,
+    reason: Annotated[str, typer.Option("--reason", help="Why; the history names it.")] = "",
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
 ) -> None:
-    """Make a published version the champion."""
+    """Make a published version the champion.
+
+    A candidate is refused if another champion came since its gate compared it. A version like v2 is
+    promoted whatever its gate compared it with.
+    """
+    from tasks.publish.champion_alias import CANDIDATE
+    from tasks.publish.register import approve
     from tasks.publish.registry import Registry
 
-    champion = Registry(_registry_of(store, registry), name).promote(version)
+    models, who = Registry(_registry_of(store, registry), name), by or getpass.getuser()
+    if version == CANDIDATE:
+        champion = approve(models, version, who, reason)
+    else:
+        champion = models.promote(version, reason or "promoted", by=who)
     print(f"{name}: {champion.name} is the champion ({champion.uri})")
+
+
+@commands.command()
+def reject(
+    name: Name,
+    version: Annotated[str, typer.Argument(help="`candidate`, or its version, such as v2.")],
+    reason: Annotated[str, typer.Option("--reason", help="Why; the history names it.")],
+    by: By = None,
+    store: Store = DEFAULT_STORE,
+    registry: RegistryUrl = None,
+) -> None:
+    """Reject the version that awaits approval; runs of its recipe do not offer it again."""
+    from tasks.publish.registry import Registry
+
+    models, who = Registry(_registry_of(store, registry), name), by or getpass.getuser()
+    print(f"{name}: {models.reject(version, who, reason)} is rejected; the champion stays")
 
 
 @commands.command()
@@ -332,7 +369,7 @@ def run(
     """Run a recipe: download, encode, train, evaluate, publish; finished stages are reused.
 
     Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 4 undecided
-    (too few pictures), 2 wrong input (nothing was started), 1 failed.
+    (too few pictures), 5 awaiting approval, 2 wrong input (nothing was started), 1 failed.
     """
     options: dict[str, Any] = {"until": until, "retry_failed": retry_failed, "force": force}
     _run("finetune", recipe, override, as_json=as_json, **options)
@@ -344,8 +381,8 @@ def retrain(
 ) -> None:
     """Train on new rows of a recipe's source, from the champion; the gate decides on promotion.
 
-    Exit code: 0 published or unchanged, 3 rejected by the gate, 4 undecided (too few pictures), 2
-    wrong input (nothing was started), 1 failed.
+    Exit code: 0 published or unchanged, 3 rejected by the gate, 4 undecided (too few pictures), 5
+    awaiting approval, 2 wrong input (nothing was started), 1 failed.
     """
     _run("retrain", recipe, override, as_json=as_json)
 

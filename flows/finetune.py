@@ -1,28 +1,33 @@
 """The flow `finetune`: from a source of images to a published, evaluated model.
 
-Automations react to the events of a model: published, or rejected by the gate.
+Automations react to the events of a model: published, awaiting approval, or not passed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
+from urllib.parse import quote
 
 from prefect import flow, runtime, task
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_UI_URL
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact
 from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
-from configs.secrets import redacted_errors, without_secrets
+from configs.secrets import one_line, redacted_errors, without_secrets
 from configs.settings.recipe import STAGES, StageName
 from flows import flow_process, task_limits
 from flows.run import Run, check_gate_rules, prepare
@@ -33,12 +38,18 @@ from tasks.encode.stage import EncodeStage
 from tasks.evaluate.stage import EvaluateStage, compared_metrics
 from tasks.progress import artifact_key, show_in_prefect
 from tasks.publish import stage as publication
-from tasks.publish.register import register, show_version
+from tasks.publish.register import register, show_candidate, show_version
+from tasks.publish.registry import Registry
 from tasks.retrain.champion import check_rivals_held_out, check_start_is_champion
 from tasks.train import TrainStage, check_epochs
 
 log = logging.getLogger("kiln")
 PUBLISHED = "kiln.model.published"
+AWAITING = "kiln.model.awaiting"
+#: Status of a report -> name of the final state, of a model that is not the champion.
+STATES = {"rejected": "Rejected", "undecided": "Undecided", "awaiting": "Awaiting approval"}
+#: Flow and deployment of the form that decides on a candidate.
+FORM = "decide/candidate"
 NOT_PUBLISHED = ("rejected", "undecided")  # outcomes of the gate
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
@@ -136,7 +147,7 @@ def publish(
     trained: StageResult,
     evaluated: StageResult,
 ) -> StageResult:
-    """Publish the model if it passes the gate; a new version becomes the champion."""
+    """Publish the model if it passes the gate; a new version becomes champion or candidate."""
     if run.start is not None:
         check_start_is_champion(publication.registry_of(run.recipe), run.start, trained.digest)
     before = (images, latents, trained, evaluated)
@@ -152,11 +163,47 @@ def publish(
     except publication.Rejected as rejection:
         return _rejected(run, stage, rejection)
     registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, run.start)
-    if registered.pop("promoted"):  # not again for a model that is reused
+    is_new = registered.pop("is_new")  # events are not sent again for a model that is reused
+    if "candidate" in registered:
+        return _awaiting(run, stage, replace(result, facts=registered), is_new=is_new)
+    if is_new:
         emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
     version = partial(show_version, run.model_name, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
     return run.ended(replace(result, facts=registered), stage.show)
+
+
+def _awaiting(
+    run: Run, model: publication.PublishStage, result: StageResult, *, is_new: bool
+) -> Any:
+    """Show a person what to decide on; the task's final state is completed, with its own name."""
+    facts = result.facts
+    candidate, why = facts["candidate"], facts["why"]
+    form = _form(model.registry, candidate["version"])
+    if is_new:
+        emit_awaiting(run.model_name, facts, form)
+    panels = partial(show_candidate, model.registry, candidate, form)
+    show_in_prefect(artifact_key(run.model_name, "model"), f"{run.model_name}: {why}", panels)
+    run.ended(result, model.show)
+    log.info("publish: %s", why)
+    return Completed(name=STATES[facts["status"]], message=why, data=result)
+
+
+def _form(registry: Registry, version: str) -> str | None:
+    """Path in the UI of the form that decides on a version, filled in; None without it."""
+    if FlowRunContext.get() is None:
+        return None
+    try:
+        with get_client(sync_client=True) as client:
+            number = client.read_deployment_by_name(FORM).id
+    except ObjectNotFound:  # as on the temporary server of `kiln run`
+        return None
+    except Exception as error:
+        log.warning("publish: the form of %s is not known: %s", FORM, one_line(error))
+        return None
+    place = without_secrets(registry.store.url)
+    filled = {"model": registry.name, "version": version, "registry": place}
+    return f"/deployments/deployment/{number}/run?parameters={quote(json.dumps(filled))}"
 
 
 def _rejected(run: Run, model: publication.PublishStage, rejection: publication.Rejected) -> Any:
@@ -171,7 +218,7 @@ def _rejected(run: Run, model: publication.PublishStage, rejection: publication.
     facts = {"gate": verdicts, "verdict": {"key": verdict.key, "uri": verdict.uri}}
     facts |= compared_metrics(rejection.measured)
     result = replace(verdict, stage=model.name, outcome=outcome, facts=facts)
-    return Completed(name=outcome.title(), message=str(rejection), data=result)
+    return Completed(name=STATES[outcome], message=str(rejection), data=result)
 
 
 def emit_published(model: str, url: str, metrics: dict[str, Any]) -> None:
@@ -183,6 +230,20 @@ def emit_published(model: str, url: str, metrics: dict[str, Any]) -> None:
     version = url.rpartition("/")[2]
     payload = {"version": version, "model": url, "report": f"{url}/{REPORT}", "metrics": metrics}
     _emit(PUBLISHED, model, payload)
+
+
+def emit_awaiting(model: str, registered: dict[str, Any], form: str | None) -> None:
+    """Emit `kiln.model.awaiting`: a person is to promote or reject a candidate.
+
+    The payload has the version, the champion then, the time until which it waits, the URLs of model
+    and report, the URLs of the UI's page and form, and the metrics.
+    """
+    candidate, url = registered["candidate"], without_secrets(registered["model"])
+    ui = PREFECT_UI_URL.value() or ""
+    payload = {name: candidate[name] for name in ("version", "champion", "until")}
+    payload |= {"model": url, "report": f"{url}/{REPORT}", "metrics": registered.get("metrics", {})}
+    page = f"{ui}/artifacts/key/{artifact_key(model, 'model')}"
+    _emit(AWAITING, model, payload | {"page": page, "form": f"{ui}{form}" if form else page})
 
 
 def emit_rejected(
@@ -225,8 +286,8 @@ def finetune(
         force: The reason to publish a model that fails the gate. Its card and the history name it.
 
     Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; a published
-    model adds the `champion` and its last move, a rejected model the verdicts of the `gate` and the
-    artifact `verdict` with every number.
+    model adds the `champion` and its last move, one that a person decides on the `candidate` and
+    `why`, a rejected model the verdicts of the `gate` and the artifact `verdict` with every number.
     """
     flow_process.prepare_process()
     run_id = runtime.flow_run.id
@@ -248,14 +309,14 @@ def stages_of(run: Run) -> Iterator[Any]:
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:
-    """A flow's final state: its report, named Rejected or Undecided by the gate's outcome.
+    """A flow's final state: its report, named as in STATES unless the model is the champion.
 
     Args:
         last: state of the last stage; its message has the verdict.
     """
     reports.append(report)
-    if report["status"] in NOT_PUBLISHED:  # a measured outcome, not a failure
-        return Completed(name=report["status"].title(), message=last.message, data=report)
+    if (name := STATES.get(report["status"])) is not None:  # an outcome, not a failure
+        return Completed(name=name, message=last.message, data=report)
     return report
 
 

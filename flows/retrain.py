@@ -120,9 +120,9 @@ def retrain(
         recipe: Name or path of a recipe (`kiln recipes` lists them).
         overrides: Dotted settings to change, such as {"retrain.replay": 0.3}.
 
-    Returns a report (as `kiln retrain --json` prints it): `status` (published, rejected or
-    unchanged), `why` of an unchanged model, `changes` of the source, `start` (the champion), and
-    what `finetune` reports.
+    Returns a report (as `kiln retrain --json` prints it): `status` (published, awaiting, rejected,
+    undecided or unchanged), `why` of an unchanged model, `changes` of the source, `start` (the
+    champion), and what `finetune` reports.
     """
     flow_process.prepare_process()
     run_id = runtime.flow_run.id

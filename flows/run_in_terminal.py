@@ -33,6 +33,7 @@ from configs.settings.recipe import STAGES, Recipe
 from flows.command_errors import error_as_json, import_prefect
 from tasks import progress
 from tasks.build_or_reuse import GRID, REPORT
+from tasks.publish.champion_alias import CANDIDATE
 
 
 def start_server() -> None:
@@ -146,7 +147,11 @@ def closing_lines(report: dict[str, Any]) -> Iterator[str]:
     for name, models in report["metrics"].items():
         values = (f"{model} {metric['value']:<10.4g}" for model, metric in models.items())
         yield f"  {name:24} {' '.join(values)}".rstrip()
-    if report["status"] in ("rejected", "undecided"):
+    if "candidate" in report:
+        yield f"{report['status']}: {report['why']}"
+        yield f"model:     {report['model']}"
+        yield f"report:    {report['model']}/{REPORT}"
+    elif report["status"] in ("rejected", "undecided"):
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         yield f"{report['status']} by the gate: {'; '.join(failed)}"
         if needed := [rule["more"] for rule in report["gate"] if rule.get("more")]:
@@ -165,16 +170,20 @@ def closing_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -> Iterator[str]:
-    """The commands that draw with a published model, make it the champion, and show its run.
+    """The commands that draw with a published model, promote or reject it, and show its run.
 
     Args:
         has_server: whether a Prefect server shows the run already.
     """
+    kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
+    place = _place(recipe.store, recipe.publish.registry)
+    if report["status"] == "awaiting":
+        decided = [recipe.publish.name, CANDIDATE, *place]
+        yield f"next:      {shlex.join([kiln, 'promote', *decided])}   # makes it the champion"
+        yield f"           {shlex.join([kiln, 'reject', *decided, '--reason', 'TEXT'])}"
     if report["status"] != "published":
         return
-    kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
     prompts = (own.prompts[0] for own in recipe.evaluate.prompts.values() if own.prompts)
-    place = _place(recipe.store, recipe.publish.registry)
     # The name is enough in the default store, for the champion.
     name = report["model"] if place or _other_champion(report) else recipe.publish.name
     words = [kiln, "generate", name, next(prompts, "a prompt")]

@@ -26,8 +26,9 @@ from tasks.evaluate.metrics import metric_rows
 from tasks.evaluate.published import published_estimates
 from tasks.panels import aligned
 from tasks.progress import bytes_in_words
+from tasks.publish.champion_alias import CANDIDATE, CHAMPION
 from tasks.publish.hub import SIGNATURE, push, sign_version, verify_folder
-from tasks.publish.registry import CANDIDATE, CHAMPION, Registry, Version, last, model_names
+from tasks.publish.registry import Registry, Version, model_names
 from tasks.publish.stage import CHAMPION_EVALUATION, remeasured_champion
 
 log = logging.getLogger("kiln")
@@ -440,17 +441,39 @@ def verify_model(url: str, model: str, key: Path | None, *, as_json: bool = Fals
 
 
 def show_history(url: str, name: str, *, as_json: bool = False) -> None:
-    """Print every change of the champion, oldest first. Raises Refused without one."""
-    moves = Registry(url, name).history()
-    if not moves:
+    """Print every change of the champion and every candidate, oldest first.
+
+    Raises Refused without one.
+    """
+    history = Registry(url, name).history()
+    if not history.versions:
         known = ", ".join(_names(url)) or "none"
         raise Refused(f"{name}: there is no champion (the registry's models are: {known})")
     if as_json:
-        shown = [{part: move[part] for part in ("version", "why", "at")} for move in moves]
-        print(json.dumps({"name": name, "champion": last(moves), "history": shown}))
+        moves = [_parts(move, "version", "why", "at", "by") for move in history.moves]
+        candidates = [
+            _parts(candidate, "version", "champion", "at", "until")
+            | {"rejected": _parts(candidate.get("rejected", {}), "by", "why", "at")}
+            | {"outcome": history.outcome(candidate)}
+            for candidate in history.candidates
+        ]
+        shown = {"champion": history.champion, "history": moves, "candidates": candidates}
+        print(json.dumps({"name": name, **shown}))
         return
-    for move in moves:
-        print(f"{move['at']}  {move['version']:5} {move['why']}")
+    lines = [(c["at"], c["version"], f"candidate until {c['until']}") for c in history.candidates]
+    rejected = [(c["version"], c["rejected"]) for c in history.candidates if "rejected" in c]
+    lines += [(r["at"], v, f"rejected: {r['why']} (by {r['by']})") for v, r in rejected]
+    for move in history.moves:
+        by = f" (by {move['by']})" if "by" in move else ""
+        lines.append((move["at"], move["version"], f"{move['why']}{by}"))
+    for at, version, why in sorted(lines, key=lambda line: line[0]):
+        print(f"{at}  {version:5} {why}")
+    if history.waiting is not None:
+        print(f"{history.waiting['version']} awaits approval: kiln promote {name} candidate")
+
+
+def _parts(entry: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: entry[name] for name in names if name in entry}
 
 
 def show_model(url: str, model: str, *, as_json: bool) -> None:

@@ -24,6 +24,7 @@ TIMEOUT = 600  # timeout in seconds, for a busy machine
 POOLS = ("cpu", "gpu", "tpu", "ascend", "gaudi")
 #: Names of the last states of our runs.
 ENDS = ("Completed", "Rejected", "Unchanged", "Waiting", "Cancelled", "Failed", "Crashed")
+ENDS += ("Awaiting approval", "Promoted")
 #: Files in the folder of a shared server: its URL, and the lock files of users and of the start.
 API, USERS, STARTING = "api", "users", "starting"
 

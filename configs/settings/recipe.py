@@ -81,9 +81,16 @@ class Publish(Section):
     signing_key: str | None = setting(None, not_in_key="destination")
     """PEM file of the private elliptic-curve key that signs published models; its password is
     KILN_SIGNING_PASSWORD."""
+    promote: Literal["auto", "manual"] = setting("auto", not_in_key="destination")
+    """What a model that passes becomes. auto: the champion; manual: the candidate, until a person
+    promotes or rejects it (docs/publishing.md)."""
+    approval_days: PositiveFloat = setting(
+        14.0, not_in_key="destination", needs="promote == manual"
+    )
+    """Days that a candidate awaits approval; the next run of its recipe asks anew."""
     keep_versions: PositiveInt | None = setting(None, not_in_key="destination")
-    """Newest versions to keep in the registry, beside the champion and the one before it, which a
-    rollback restores; null: all."""
+    """Newest versions to keep in the registry, beside the champion, the one before it, which a
+    rollback restores, and a candidate that awaits approval; null: all."""
 
     @property
     def file_stem(self) -> str:
@@ -162,6 +169,8 @@ class Retrain(Section):
     """Peak learning rate; null: train.learning_rate."""
     min_new_rows: PositiveInt = 1
     """New rows of the source below which nothing is trained."""
+    candidate: Literal["wait", "replace"] = setting("wait", not_in_key="execution")
+    """While a candidate awaits approval: wait trains nothing, replace trains a new candidate."""
 
 
 class Sweep(Section):

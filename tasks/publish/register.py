@@ -20,13 +20,16 @@ from configs.load_recipe import dump_yaml
 from configs.secrets import without_secrets
 from configs.settings.recipe import STAGES, Hub, Recipe
 from runtimes.pipeline_folder.folder import Base
-from tasks.build_or_reuse import METRICS, REPORT, StageResult, failing, storing
+from tasks.build_or_reuse import GATE, GRID, METRICS, REPORT, StageResult, failing, storing
+from tasks.evaluate.metrics import metric_rows
 from tasks.evaluate.stage import compared_metrics
-from tasks.panels import Facts, Panel, Table, render_html
+from tasks.panels import Facts, Links, Panel, PicturePanel, Table, render_html
 from tasks.progress import stage_links
 from tasks.publish import hub
+from tasks.publish.champion_alias import AliasNotWritten, Entry, in_words
 from tasks.publish.model_card import base_name, published_settings
-from tasks.publish.registry import AliasNotWritten, Registry, Version
+from tasks.publish.promotion_gate import Verdict, as_rows, needs_champion
+from tasks.publish.registry import Registry, Version
 from tasks.publish.stage import STAGE, PublishStage, parent_of, remeasured_champion
 
 log = logging.getLogger("kiln")
@@ -153,17 +156,18 @@ def register(
     shows: Mapping[str, Callable[..., list[Panel]]],
     start: str | None = None,
 ) -> dict[str, Any]:
-    """Copy the model and its report to the registry; a new version becomes the champion.
+    """Copy the model and its report to the registry; a new version becomes champion or candidate.
 
     Args:
         results: one per stage, in the order of the flow.
         shows: stage name -> function that returns the panels of its artifact.
         start: the version that must still be the champion; None: do not check.
 
-    Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
-    this call made it the champion, "hub": the repository, "metrics" and "differences"}. After a
-    rollback the champion may be another version. An error in the report, or after the promotion,
-    is logged.
+    Returns {"model": URL of the version, "champion": the registry's last move, "is_new": whether
+    this call made it the champion or a candidate, "hub": the repository, "metrics" and
+    "differences"}; of a candidate also "candidate", "status" (awaiting or rejected) and "why".
+    After a rollback the champion may be another version. An error in the report, or after the
+    promotion, is logged.
 
     Raises:
         Away: the gate compared with another champion, or another run's
@@ -187,13 +191,15 @@ def register(
         if recipe.publish.signing_key is not None:  # before anyone may use it
             with failing(STAGE):
                 hub.sign_version(registry, version, recipe.publish.signing_key)
-        promoted = not registry.was_champion(version.name)
-        if promoted:
-            _promote(model, version, published, start)
-        else:
+        registered: dict[str, Any] = {"model": version.uri, "champion": None, "is_new": True}
+        if registry.was_champion(version.name):
+            registered["is_new"] = False
             with _warning("the alias is not mended"):
                 registry.mend_alias()
-    registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
+        elif recipe.publish.promote == "manual":
+            registered |= _propose(model, version, published, start)
+        else:
+            _promote(model, version, published, start)
     with _warning("the champion is not shown"):
         registered["champion"] = registry.last_move()
     if recipe.publish.keep_versions is not None:
@@ -226,17 +232,62 @@ def _promote(model: PublishStage, version: Version, published: Artifact, start: 
     Args:
         start: as of `register`.
     """
-    champion = model.registry.champion()
-    expected = champion.name if champion else None
-    if start not in (None, expected):
-        raise Away(f"{expected} became the champion meanwhile: run again")
-    model.check_champion(published.manifest)
+    expected = _expected_champion(model, published, start)
     forced = published.summary["forced"]
     why = "published" if forced is None else f"forced: {forced}"
     try:
         model.registry.promote(version.name, why, expected=expected)
     except AliasNotWritten as error:  # it holds: a retry would not announce it
         log.warning("publish: %s", error)
+
+
+def _propose(
+    model: PublishStage, version: Version, published: Artifact, start: str | None
+) -> dict[str, Any]:
+    """Let the version of a published model await approval; what `register` returns of it.
+
+    Its verdict holds for the present champion alone if a rule names the champion, or if it was
+    trained from its weights. Raises Away as `_promote` does.
+    """
+    settings = model.recipe.publish
+    expected = _expected_champion(model, published, start)
+    candidate, is_new = model.registry.propose(
+        version,
+        settings.approval_days,
+        expected=expected,
+        bound=start is not None or needs_champion(settings.gate),
+        hub=None if settings.hub is None else settings.hub.model_dump(),
+    )
+    status = "rejected" if "rejected" in candidate else "awaiting"
+    return {"candidate": candidate, "is_new": is_new, "status": status, "why": in_words(candidate)}
+
+
+def _expected_champion(model: PublishStage, published: Artifact, start: str | None) -> str | None:
+    """The champion that the gate compared with; None: none. Raises Away if it is another now."""
+    champion = model.registry.champion()
+    expected = champion.name if champion else None
+    if start not in (None, expected):
+        raise Away(f"{expected} became the champion meanwhile: run again")
+    model.check_champion(published.manifest)
+    return expected
+
+
+def approve(registry: Registry, which: str, by: str, why: str) -> Version:
+    """Make a candidate the champion, and push it to the hub that its recipe names.
+
+    Args:
+        which: its version, or `candidate`.
+        by: the person.
+
+    Raises:
+        Refused: it does not wait, or its gate compared it with another champion.
+        AliasNotWritten: it is the champion, but the alias could not be written.
+    """
+    version = registry.approve(which, by, why)
+    candidate = registry.history().candidate(version.name)
+    if candidate is not None and candidate["hub"] is not None:
+        _pushed(Hub(**candidate["hub"]), registry, version)
+    return version
 
 
 def _pushed(settings: Hub, registry: Registry, version: Version) -> str | None:
@@ -276,3 +327,44 @@ def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
     if registered.get("hub"):
         facts["hub"] = registered["hub"]
     return [Facts("Published", facts), stage_links(model, STAGES)]
+
+
+def show_candidate(registry: Registry, candidate: Entry, form: str | None) -> list[Panel]:
+    """What a person decides on: pictures, metrics, differences, verdicts, and where to decide.
+
+    Args:
+        form: path of the form in the UI; None without one.
+    """
+    name, compared = candidate["version"], candidate["champion"]
+    version = registry.version(name)
+    state = registry.history().outcome(candidate)
+
+    def read(file: str, of: str = name) -> bytes:
+        return bytes(registry.fs.cat_file(f"{registry.root}/{of}/{file}"))
+
+    facts = {
+        "model": version.uri,
+        "state": state or in_words(candidate),
+        "champion then": compared or "none",
+        "report": f"{version.uri}/{REPORT}",
+    }
+    if (forced := version.manifest["summary"]["forced"]) is not None:
+        facts["published in spite of a failed gate"] = forced
+    panels: list[Panel] = [Facts("Candidate", facts)]
+    if state is None:
+        place = f"candidate --registry {registry.store.url}"
+        commands = {
+            "to promote it": f"kiln promote {registry.name} {place}",
+            "to reject it": f"kiln reject {registry.name} {place} --reason TEXT",
+        }
+        panels += [Links("Decide", {"the form": form})] if form else []
+        panels.append(Facts("Commands", commands))
+    measured = json.loads(read(METRICS))
+    verdicts = [Verdict(**verdict) for verdict in json.loads(read(GATE))]
+    panels.append(Table("Gate", as_rows(verdicts)))
+    panels.append(PicturePanel(f"Before and after: base above, {name} below", read(GRID)))
+    if compared is not None:
+        panels.append(PicturePanel(f"Base above, {compared} below", read(GRID, compared)))
+    rows = metric_rows(measured["metrics"], measured["differences"])
+    panels.append(Table("Metrics and paired differences, with 95% confidence intervals", rows))
+    return [*panels, stage_links(registry.name, STAGES)]

@@ -1,57 +1,46 @@
-"""The registry: numbered versions of a model, one of them the champion, and its history.
+"""The registry: numbered versions of a model, one of them the champion.
 
 <registry>/<name>/v1/            a published model's folder; complete once it has manifest.json
-<registry>/<name>/history.json   every change of the champion, oldest first; the last holds
-<registry>/<name>/champion       follows it: a symlink if local, else an object with the name
 
 A name with a team is two folders, `vision/digits`.
 
 A publication takes the next number, writes the files, then the manifest. It deletes what a
-killed publication left under another number, and publishes a damaged version anew. The history
-changes by compare-and-swap (artifacts/compare_and_swap.py), so no change is lost; the alias
-follows.
+killed publication left under another number, and publishes a damaged version anew. The champion,
+and candidates that await approval, are those of the alias' history (champion_alias.py).
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from types import EllipsisType
 from typing import Any
 
-from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
-
 from artifacts import records
-from artifacts.compare_and_swap import VersionedContent, create, read, remove, swap
+from artifacts.compare_and_swap import create, remove
 from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.gc import record_registry
 from artifacts.lock import Lock, hold
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
-from configs.errors import Away, Failed, Refused
+from configs.errors import Away, Refused
 from configs.explain_errors import hint_of
-from configs.secrets import one_line
 from tasks.build_or_reuse import REPORT
+from tasks.publish.champion_alias import (
+    CANDIDATE,
+    CHAMPION,
+    HISTORY,
+    MODEL,
+    ROLLED_BACK,
+    ChampionAlias,
+    Entry,
+    History,
+    in_days,
+)
 
 log = logging.getLogger("kiln")
-CHAMPION = "champion"  # an alias, also a file's name
-CANDIDATE = "candidate"
-HISTORY = "history.json"
 VERSION = r"v\d+"  # pattern of its name
-ROLLED_BACK = "rolled back"
-MODEL = "key_without_champion"  # of a move
-Moves = list[dict[str, Any]]  # {version, key_without_champion, why, at, token}, oldest first
-
-
-class AliasNotWritten(Failed):
-    """The champion has changed, but its alias could not follow."""
 
 
 @dataclass(frozen=True)
@@ -101,129 +90,6 @@ def _is_of_model(name: str) -> bool:
     return re.fullmatch(rf"{CHAMPION}|{re.escape(HISTORY)}.*|{VERSION}", name) is not None
 
 
-class Champions:
-    """The history below `root`; its last entry is the champion."""
-
-    def __init__(self, fs: AbstractFileSystem, root: str) -> None:
-        self._fs = fs
-        self._alias = f"{root}/{CHAMPION}"
-        self._history = f"{root}/{HISTORY}"
-
-    def moves(self) -> Moves:
-        """Changes of the champion. Raises Refused if the history is damaged."""
-        return self._read()[1]
-
-    def move(self, choose: Callable[[Moves], Version], why: str) -> Version:
-        """Make `choose(moves)` the champion, whoever else changes it at the same time.
-
-        Returns the version; what `choose` raises prevents the change.
-
-        Raises:
-            AliasNotWritten: the change is made, but the store failed before the alias followed.
-        """
-        token = uuid.uuid4().hex
-        while True:
-            state, moves = self._read()
-            if token in [move["token"] for move in moves]:  # the answer to the swap was lost
-                break
-            version = choose(moves)
-            if version.name == last(moves):
-                break
-            at = datetime.now(UTC).isoformat(timespec="seconds")
-            change = {MODEL: version.model, "why": why, "at": at, "token": token}
-            try:
-                if self._swap(state, [*moves, {"version": version.name, **change}]):
-                    break
-            except Exception:  # any type; the change may be made, and its answer lost
-                if all(move["token"] != token for move in self.moves()):
-                    raise
-                break
-        try:
-            self.follow()
-        except Exception as error:  # stores raise any type
-            raise AliasNotWritten(
-                f"{version.name} is the champion, but {self._alias} could not be written "
-                f"({one_line(error)}): promote {version.name} again"
-            ) from error
-        return version
-
-    def settle(self) -> Moves:
-        """The moves; a `move` that has chosen before and is not among them chooses again."""
-        while True:
-            state, moves = self._read()
-            if self._swap(state, moves, settled=uuid.uuid4().hex):
-                return moves
-
-    def _read(self) -> tuple[VersionedContent, Moves]:
-        state = read(self._fs, self._history)
-        if state.data is None:
-            return state, []
-        try:
-            return state, list(records.decode_record(state.data, self._history)["moves"])
-        except (records.Damaged, KeyError, TypeError):
-            raise Refused(
-                f"{self._history} is damaged: restore it, or delete it and promote a version"
-            ) from None
-
-    def _swap(self, state: VersionedContent, moves: Moves, **facts: str) -> bool:
-        data = records.encode_record({"format": records.FORMAT, "moves": moves, **facts})
-        return swap(self._fs, self._history, state, data) is not None
-
-    def alias(self) -> str | None:
-        """The version that the alias names: a symlink if local, else an object with the name."""
-        try:
-            if isinstance(self._fs, LocalFileSystem):
-                return os.readlink(self._alias)
-            return str(self._fs.cat_file(self._alias).decode())
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return None  # no symlink, as after a copy of the registry that followed it
-
-    def follow(self) -> None:
-        """Write the alias until it names the last champion: others may write an older name late."""
-        while (champion := last(self.moves())) != self.alias():
-            assert champion is not None
-            if isinstance(self._fs, LocalFileSystem):
-                temporary = f"{self._alias}.{uuid.uuid4().hex}.tmp"
-                if os.path.isdir(self._alias) and not os.path.islink(self._alias):
-                    os.rename(self._alias, f"{temporary}.copy")
-                os.symlink(champion, temporary)
-                os.replace(temporary, self._alias)
-                shutil.rmtree(f"{temporary}.copy", ignore_errors=True)
-                continue
-            seen = read(self._fs, self._alias)
-            if champion == last(self.moves()):  # otherwise `seen` may name a later champion
-                swap(self._fs, self._alias, seen, champion.encode())
-
-
-def last(moves: Moves) -> str | None:
-    """The champion; None without one."""
-    return moves[-1]["version"] if moves else None
-
-
-def _newest_first(moves: Moves) -> list[str]:
-    """The champion and those before it that no rollback has removed, one version of each model."""
-    stack: Moves = []
-    for move in moves:
-        while move["why"] == ROLLED_BACK and stack[-1]["version"] != move["version"]:
-            stack.pop()
-        stack.append(move)
-    newest: dict[str, str] = {}
-    for move in reversed(stack):
-        newest.setdefault(move[MODEL], move["version"])
-    return list(newest.values())
-
-
-def _needed(moves: Moves, readable: Container[str]) -> set[str]:
-    """The champion, its predecessor, and the readable versions that a rollback restores."""
-    champions = _newest_first(moves)
-    restorable = [name for name in champions if name in readable]
-    return {*champions[:2], *restorable[:2]}
-
-
 class Registry:
     """The versions of one model name in a registry. Raises Refused for an invalid URL."""
 
@@ -232,7 +98,7 @@ class Registry:
         self.fs = self.store.fs
         self.name = name
         self.root = f"{self.store.root}/{name}"
-        self._champions = Champions(self.fs, self.root)
+        self.alias = ChampionAlias(self.fs, self.root)
 
     def url(self, version: str) -> str:
         """URL of a version's folder; a plain path if local."""
@@ -259,7 +125,7 @@ class Registry:
 
     def champion(self) -> Version | None:
         """The champion; None if there is none. Raises Refused if it is damaged."""
-        name = last(self.history())
+        name = self.history().champion
         if name is None:
             return None
         champion = self._version(name)
@@ -288,12 +154,18 @@ class Registry:
             return version
 
     def promote(
-        self, version: str, why: str = "promoted", *, expected: str | EllipsisType | None = ...
+        self,
+        version: str,
+        why: str = "promoted",
+        *,
+        expected: str | EllipsisType | None = ...,
+        by: str | None = None,
     ) -> Version:
         """Make a version the champion.
 
         Args:
             expected: the present champion's version, None for none; default: whichever it is.
+            by: the person that promotes it; None: a run.
 
         Raises:
             Refused: the version does not exist.
@@ -303,19 +175,100 @@ class Registry:
             AliasNotWritten: it is the champion, but the alias could not be written.
         """
 
-        def chosen(moves: Moves) -> Version:
-            champion = last(moves)
-            if expected not in (..., champion) and champion != version:
-                now = champion or "none"
-                raise Away(f"{self.name}: the champion is {now}, not {expected}: run again")
-            try:
-                return self.version(version)  # each time: `keep` may have deleted it
-            except Refused as error:
-                if expected is ...:
-                    raise
-                raise Away(f"{error}: run again") from None
+        def chosen(history: History) -> Version:
+            if expected is ...:
+                return self.version(version)
+            return self._compared(version, expected, history)
 
-        return self._champions.move(chosen, why)
+        return self._move(chosen, why, by)
+
+    def propose(
+        self, version: Version, days: float, *, expected: str | None, bound: bool, **facts: Any
+    ) -> tuple[Entry, bool]:
+        """Let a version await a person's approval, instead of the candidate that waits now.
+
+        Args:
+            days: from now until it expires.
+            expected: the champion that it was compared with; None: none.
+            bound: whether its verdict holds for this champion alone.
+            facts: of the candidate, for whom approves it.
+
+        Returns the candidate, and whether it is new. It is not if it waits already, or if a person
+        rejected its model.
+
+        Raises:
+            Away: as of `promote`.
+        """
+        proposed: list[tuple[Entry, bool]] = []
+
+        def propose(history: History, stamp: dict[str, str]) -> History:
+            waiting = history.waiting
+            known = waiting if waiting and waiting["version"] == version.name else None
+            if (known := history.rejection(version.model) or known) is not None:
+                proposed.append((known, False))
+                return history
+            self._compared(version.name, expected, history)
+            about = {"version": version.name, MODEL: version.model, "champion": expected}
+            candidate = about | {"bound": bound, "until": in_days(days), **facts, **stamp}
+            proposed.append((candidate, True))
+            return replace(history, candidates=[*history.candidates, candidate])
+
+        self.alias.change(propose)
+        return proposed[-1]
+
+    def approve(self, which: str, by: str, why: str) -> Version:
+        """Make a candidate the champion; `which` is `candidate` or its version.
+
+        Raises:
+            Refused: it does not wait, or its gate compared it with another champion.
+            AliasNotWritten: it is the champion, but the alias could not be written.
+        """
+
+        def awaiting(history: History) -> Version:
+            return self.version(history.awaiting(which)["version"])
+
+        return self._move(awaiting, f"approved: {why}" if why else "approved", by)
+
+    def reject(self, which: str, by: str, why: str) -> str:
+        """End the wait of a candidate, whose model is not offered again; returns its version.
+
+        Raises:
+            Refused: it does not wait, or there is no reason.
+        """
+        if not why.strip():
+            raise Refused(f"{self.name}: a rejection needs a reason: the history names it")
+        rejected: list[str] = []
+
+        def reject(history: History, stamp: dict[str, str]) -> History:
+            *others, candidate = *history.candidates, history.awaiting(which)
+            rejected.append(candidate["version"])
+            decided = candidate | {"rejected": {"by": by, "why": why, **stamp}}
+            return replace(history, candidates=[*others[:-1], decided])  # it was the newest
+
+        self.alias.change(reject)
+        return rejected[-1]
+
+    def _compared(self, version: str, expected: str | None, history: History) -> Version:
+        """A version whose gate compared it with a champion. Raises Away as `promote` does."""
+        if history.champion not in (expected, version):
+            champion = history.champion or "none"
+            raise Away(f"{self.name}: the champion is {champion}, not {expected}: run again")
+        try:
+            return self.version(version)  # each time: `keep` may have deleted it
+        except Refused as error:
+            raise Away(f"{error}: run again") from None
+
+    def _move(
+        self, choose: Callable[[History], Version], why: str, by: str | None = None
+    ) -> Version:
+        chosen: list[Version] = []
+
+        def named(history: History) -> tuple[str, str]:
+            chosen.append(version := choose(history))
+            return version.name, version.model
+
+        self.alias.move(named, why, by)
+        return chosen[-1]
 
     def version(self, name: str) -> Version:
         """The version with a name such as v2. Raises Refused if it does not exist."""
@@ -337,21 +290,29 @@ class Registry:
             Refused: there is no champion or no earlier champion.
         """
 
-        def earlier(moves: Moves) -> Version:
-            if not moves:
+        def earlier(history: History) -> Version:
+            if not history.moves:
                 raise Refused(f"{self.name}: there is no champion to roll back from")
-            current, *before = _newest_first(moves)
+            current, *before = history.newest_first()
             version = next(filter(None, map(self._version, before)), None)
             if version is None:
                 raise Refused(f"{self.name}: no champion before {current} is kept")
             return version
 
-        return self._champions.move(earlier, ROLLED_BACK)
+        return self._move(earlier, ROLLED_BACK)
 
     def candidate(self) -> Version | None:
-        """The newest version, unless it is or was the champion."""
+        """The version that awaits approval, else the newest one unless it was promoted or rejected.
+
+        A promoted version is or was the champion.
+        """
+        history = self.history()
+        if history.waiting is not None:
+            return self._version(history.waiting["version"])
         newest = next(reversed(self.versions()), None)
-        return None if newest is None or self.was_champion(newest.name) else newest
+        if newest is None or self.was_champion(newest.name) or history.rejection(newest.model):
+            return None
+        return newest
 
     def find(self, which: str) -> Version:
         """The version `v2`, or that of the alias `champion` or `candidate`; "" is the champion.
@@ -367,7 +328,7 @@ class Registry:
         return version
 
     def keep(self, count: int) -> list[str]:
-        """Delete all but the newest `count` versions, the champion and its predecessor.
+        """Delete all but the newest `count` versions, champion, predecessor, waiting candidate.
 
         Returns the names of the deleted versions.
         """
@@ -381,13 +342,13 @@ class Registry:
         Args:
             readable: the versions whose manifest is whole.
         """
-        if name in _needed(self.history(), readable):
+        if name in self.history().needed(readable):
             return False
         root = f"{self.root}/{name}"
         lock.check()
         manifest = remove(self.fs, f"{root}/{MANIFEST}")
         # A promotion that found the manifest is among the moves, or looks for it again.
-        if name in _needed(self._champions.settle(), readable):
+        if name in self.alias.settle().needed(readable):
             if manifest is not None:
                 create(self.fs, f"{root}/{MANIFEST}", manifest)
             return False
@@ -396,15 +357,15 @@ class Registry:
 
     def mend_alias(self) -> None:
         """Write the alias if it is not the champion, as after a store's error in a promotion."""
-        if self.history():
-            self._champions.follow()
+        if self.history().champion is not None:
+            self.alias.follow()
 
     def was_champion(self, name: str) -> bool:
         """Whether a version is or was the champion, also as another version of the same model.
 
         A copy of the current champion does not count: it was published to replace damaged files.
         """
-        moves = self.history()
+        moves = self.history().moves
         if any(move["version"] == name for move in moves):
             return True
         version = self._version(name)
@@ -421,17 +382,17 @@ class Registry:
             inputs: the inputs in the same key; its champion does not count.
         """
         model = _key_without_champion(settings, inputs)
-        if all(move[MODEL] != model for move in self.history()):
+        if all(move[MODEL] != model for move in self.history().moves):
             return None
         return next((v for v in reversed(self.versions()) if v.model == model), None)
 
-    def last_move(self) -> dict[str, Any] | None:
+    def last_move(self) -> Entry | None:
         """The last change of the champion: {version, why, at}; None without a champion."""
-        return next(reversed(self.history()), None)
+        return next(reversed(self.history().moves), None)
 
-    def history(self) -> Moves:
-        """Changes of the champion, oldest first. Raises Refused if they are damaged."""
-        return self._champions.moves()
+    def history(self) -> History:
+        """Changes of the champion, and the candidates. Raises Refused if they are damaged."""
+        return self.alias.history()
 
     def _published(self, artifact: Artifact) -> Version | None:
         """The newest version of an artifact; None if all are damaged, or there is none."""
@@ -471,7 +432,7 @@ class Registry:
     def _add(self, artifact: Artifact, lock: Lock) -> Version:
         """Copy every file, the manifest last, which makes the folder a version."""
         names = self._version_names()
-        used = [*names, *(move["version"] for move in self.history())]
+        used = [*names, *self.history().versions]
         name = f"v{max((int(name[1:]) for name in used), default=0) + 1}"
         for left in names:  # by a killed publication or deletion
             if self._manifest(left) is None:

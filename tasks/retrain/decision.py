@@ -36,6 +36,7 @@ from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.progress import Progress, stage_links
 from tasks.publish import promotion_gate
 from tasks.publish import stage as publish
+from tasks.publish.champion_alias import in_words
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import SELECTION, Changes
 from tasks.trained_weights import local_weights
@@ -99,17 +100,25 @@ class DecisionStage(Stage):
         if self.too_few_rows is not None:
             return self.too_few_rows
         champion = self.champion
+        history = publish.registry_of(self.recipe).history()
+        waiting = history.waiting
+        if waiting is not None and self.recipe.retrain.candidate == "wait":
+            return f"{in_words(waiting)}: decide, or set retrain.candidate: replace"
         artifact = store.find(STAGE, self.parts.key)
         if artifact is None:
             return None
         decided = artifact.summary
+        version = decided["version"]
+        candidate = history.candidate(version)
+        if candidate is not None and all(move["version"] != version for move in history.moves):
+            stands = candidate == waiting or "rejected" in candidate  # else it is asked for anew
+            return f"{in_words(candidate)}; it has these rows" if stands else None
         if decided["status"] == "rejected":
             before = "the base" if champion is None else champion.version
             rows = f"these {self.changes.rows:,} rows"
             return f"the gate rejected a model of {rows} and {before} before"
         if champion is None or decided["status"] == "undecided":
             return None  # the registry was deleted; or more pictures may be allowed by now
-        version = decided["version"]
         now = champion.version
         return f"{version} of these rows was published before, and {now} is champion again"
 

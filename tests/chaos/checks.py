@@ -11,7 +11,8 @@ from chaos import toy_flow
 
 from artifacts.records import FileEntry, file_fault
 from artifacts.store import MANIFEST, Store
-from tasks.publish.registry import Registry, last
+from tasks.publish.champion_alias import History
+from tasks.publish.registry import Registry
 
 Digests = dict[str, tuple[str, str]]  # stage -> (key, digest)
 #: Folders of the store that runs build again.
@@ -124,7 +125,7 @@ def check_registry(
         except (OSError, ValueError) as error:
             found.wrong.append(f"registry {name} does not load: {error}")
             scores[name] = -1
-    moves = registry.history()
+    moves = registry.history().moves
     if moves[: len(before)] != before:
         found.lost.append(f"a change of the champion: {before} became {moves}")
     whole = [version for name, version in versions.items() if name not in harmed]
@@ -133,7 +134,7 @@ def check_registry(
         found.wrong.append(f"a move or a version is there twice: {moves}, {digests}")
     published: set[str] = set()
     for number, move in enumerate(moves):
-        name, champion = move["version"], last(moves[:number])
+        name, champion = move["version"], History(moves[:number]).champion
         if name not in versions:
             found.lost.append(f"version {name}, champion in move {number}")
         elif move["why"] == "published":
@@ -146,8 +147,8 @@ def check_registry(
             published.add(name)
         elif move["why"] == "rolled back" and name not in {m["version"] for m in moves[:number]}:
             found.wrong.append(f"move {number}: {name} was no champion before")
-    if registry._champions.alias() != last(moves):
-        found.wrong.append(f"the alias is {registry._champions.alias()}, not {last(moves)}")
+    if registry.alias.target() != registry.history().champion:
+        found.wrong.append(f"the alias is {registry.alias.target()}, not {moves[-1:]}")
     return moves
 
 

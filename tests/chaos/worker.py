@@ -39,7 +39,8 @@ from configs.errors import Away, Failed, Refused
 from flows.store_commands import collect_garbage, verify_store
 from runtimes.pipeline_folder.folder import Base
 from tasks import code_version
-from tasks.publish.registry import AliasNotWritten, Registry
+from tasks.publish.champion_alias import AliasNotWritten
+from tasks.publish.registry import Registry
 
 #: Errors after which a user runs the command again, or restores what the message names.
 EXPECTED = (

@@ -81,3 +81,18 @@ def test_a_model_that_is_not_the_champion_comes_with_the_command_that_promotes_i
     _, told = next_of(report(champion={"version": "v1", "why": "rolled back"}), **settings)
     assert told.split("#")[0].strip() == f"kiln promote digits v2{place}"
     assert len(next_of(report(), **settings)) == 1
+
+
+def test_a_candidate_comes_with_the_commands_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/kiln")
+    why = "v2 awaits approval until 2026-12-13 23:34 UTC"
+    found = report("awaiting", candidate={"version": "v2"}, why=why)
+    assert list(closing_lines(found))[-3] == f"awaiting: {why}"
+    promote, reject = next_of(found, store="elsewhere")
+    assert promote.split("#")[0].split() == [
+        *("next:", "kiln", "promote", "digits", "candidate", "--store", "elsewhere")
+    ]
+    assert reject.endswith("kiln reject digits candidate --store elsewhere --reason TEXT")
+    rejected = report("rejected", candidate={"version": "v2"}, why="v2 was rejected by anna: thin")
+    assert list(closing_lines(rejected))[-3] == "rejected: v2 was rejected by anna: thin"
+    assert next_of(rejected) == []

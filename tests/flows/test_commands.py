@@ -52,6 +52,7 @@ TELLING = {
     "place": ["place", "digits"],
     "generate": ["generate", "digits", "seven", "-o", "n_sample=1"],
     "promote": ["promote", "tiny", "v9", "--store", "{place}/store"],
+    "reject": ["reject", "tiny", "v1", "--reason", "thin", "--store", "{place}/store"],
     "rollback": ["rollback", "tiny", "--store", "{place}/store"],
     "history": ["history", "tiny", "--store", "{place}/store"],
     "push": ["push", "tiny@v9", "me/tiny", "--store", "{place}/store"],
@@ -60,7 +61,7 @@ TELLING = {
 #: Here they are wrong input: nothing is done.
 WRONG = {
     *("plan", "run", "retrain", "sweep", "place", "generate"),
-    *("promote", "rollback", "push", "sign"),
+    *("promote", "reject", "rollback", "push", "sign"),
 }
 
 
@@ -120,6 +121,35 @@ def test_a_slash_at_the_end_of_the_store_shows_the_same_models(here: Here, url_o
     told = here("history", "tiny", "--store", store.url)
     assert here("history", "tiny", "--store", f"{store.url}/") == told
     assert here("promote", "tiny", "v1", "--store", f"{store.url}/").startswith("tiny: v1")
+
+
+def test_a_person_decides_on_a_candidate_and_the_history_names_the_login(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "anna")
+    store = Store(str(tmp_path))
+    registry = Registry(store.url_of("registry"), "tiny")
+    stored = ["--store", store.url]
+
+    def propose(stage: str) -> None:
+        version = registry.publish(made(store, stage))
+        champion = registry.history().champion
+        registry.propose(version, 1.0, expected=champion, bound=True, hub=None)
+
+    propose("publish")
+    assert "tiny v1" in here("ls", *stored) and "candidate" in here("ls", *stored)
+    said = here("history", "tiny", *stored)
+    assert "v1    candidate until " in said and "v1 awaits approval" in said.splitlines()[-1]
+    assert here("promote", "tiny", "candidate", *stored).startswith("tiny: v1 is the champion")
+    propose("encode")
+    reject = ["reject", "tiny", "candidate", "--reason", "too thin", "--by", "ben", *stored]
+    assert here(*reject) == "tiny: v2 is rejected; the champion stays\n"
+    said = here("history", "tiny", *stored)
+    assert "v1    approved (by anna)\n" in said and "v2    rejected: too thin (by ben)\n" in said
+    told = json.loads(here("history", "tiny", "--json", *stored))
+    assert [move["by"] for move in told["history"]] == ["anna"]
+    assert told["candidates"][1]["rejected"].keys() == {"by", "why", "at"}
+    assert "v2 was rejected by ben" in here("promote", "tiny", "candidate", *stored, code=2)
 
 
 def test_a_closed_stdout_is_open_for_the_processes_of_a_run() -> None:

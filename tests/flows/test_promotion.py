@@ -17,8 +17,9 @@ from flows import finetune
 from flows.run import Run, Sent
 from tasks.build_or_reuse import StageResult
 from tasks.publish import stage as publish
+from tasks.publish.champion_alias import AliasNotWritten, ChampionAlias
 from tasks.publish.register import register
-from tasks.publish.registry import AliasNotWritten, Champions, Registry, Version
+from tasks.publish.registry import Registry, Version
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
     results = [reused(artifact) for artifact in (*before, published)]
     with pytest.raises(Away, match="the champion is v2, not v1: run again"):
         register(run.recipe, run.base, store, results, {})
-    assert [move["version"] for move in registry.history()] == ["v1", "v2"]
+    assert [move["version"] for move in registry.history().moves] == ["v1", "v2"]
 
 
 @pytest.mark.slow
@@ -232,21 +233,21 @@ def test_an_alias_that_cannot_follow_the_champion_fails_no_run(
 ) -> None:
     """The attempt after a failed one would find the champion, and announce nothing."""
 
-    def away(champions: Champions) -> None:
+    def away(alias: ChampionAlias) -> None:
         raise OSError("no route to host")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Champions, "follow", away)
+        patch.setattr(ChampionAlias, "follow", away)
         results = published_by(run)
         registered = register(run.recipe, run.base, run.store, results, {})
-        assert registered["promoted"] and registered["champion"]["version"] == "v1"
+        assert registered["is_new"] and registered["champion"]["version"] == "v1"
         assert "no route to host" in caplog.text and "promote v1 again" in caplog.text
         with pytest.raises(AliasNotWritten, match="v1 is the champion, but"):
             publish.registry_of(run.recipe).promote("v1")  # as `kiln promote`: an error
     registry = publish.registry_of(run.recipe)
-    assert registry._champions.alias() is None
-    assert not register(run.recipe, run.base, run.store, results, {})["promoted"]
-    assert registry._champions.alias() == "v1"
+    assert registry.alias.target() is None
+    assert not register(run.recipe, run.base, run.store, results, {})["is_new"]
+    assert registry.alias.target() == "v1"
 
 
 @pytest.mark.parametrize("is_made", [False, True])
@@ -262,14 +263,14 @@ def test_a_promotion_is_announced_although_the_store_raised(
         raise OSError("connection reset")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tasks.publish.registry.swap", lost)
-        patch.setattr(Champions, "follow", lambda champions: None)
+        patch.setattr("tasks.publish.champion_alias.swap", lost)
+        patch.setattr(ChampionAlias, "follow", lambda alias: None)
         with nullcontext() if is_made else pytest.raises(OSError, match="connection reset"):
             registered = register(run.recipe, run.base, run.store, results, {})
     if not is_made:
         registered = register(run.recipe, run.base, run.store, results, {})
-    assert registered["promoted"] and registered["champion"]["version"] == "v1"
-    assert len(publish.registry_of(run.recipe).history()) == 1
+    assert registered["is_new"] and registered["champion"]["version"] == "v1"
+    assert len(publish.registry_of(run.recipe).history().moves) == 1
 
 
 def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:
@@ -306,5 +307,5 @@ def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again
             register(run.recipe, run.base, run.store, results, {})
     assert registry.champion() is None
     registered = register(run.recipe, run.base, run.store, results, {})
-    assert registered["promoted"] and registered["champion"]["version"] == "v3"
+    assert registered["is_new"] and registered["champion"]["version"] == "v3"
     assert [version.name for version in registry.versions()] == ["v2", "v3"]

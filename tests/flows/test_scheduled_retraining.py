@@ -92,4 +92,4 @@ def test_scheduled_retrainings_publish_what_is_new_and_better(
     assert registry.rollback().name == "v1"
     assert "v2 of these rows was published before" in retrain({}, "Unchanged")
     assert champion() == "v1"
-    assert [move["version"] for move in registry.history()] == ["v1", "v2", "v1"]
+    assert [move["version"] for move in registry.history().moves] == ["v1", "v2", "v1"]

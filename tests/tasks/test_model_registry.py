@@ -15,6 +15,7 @@ from artifacts.filesystems import subfolders
 from artifacts.records import Damaged, first_fault
 from artifacts.store import KeyParts, Store
 from configs.errors import Refused
+from tasks.publish import champion_alias
 from tasks.publish import registry as publish_registry
 from tasks.publish.registry import REPORT, Registry, registry_url
 
@@ -166,19 +167,19 @@ def test_a_version_is_not_deleted_under_a_promotion_that_has_found_it(
     for n in (1, 2):
         found.publish(model(store, n))
     found.promote("v2")
-    other, swap = Registry(found.store.url, "digits"), publish_registry.swap
+    other, swap = Registry(found.store.url, "digits"), champion_alias.swap
 
     def paused(*given: Any) -> Any:
-        monkeypatch.setattr(publish_registry, "swap", swap)
+        monkeypatch.setattr(champion_alias, "swap", swap)
         assert other.keep(1) == ["v1"]
         return swap(*given)
 
-    monkeypatch.setattr(publish_registry, "swap", paused)
+    monkeypatch.setattr(champion_alias, "swap", paused)
     with pytest.raises(Refused, match="v1: no such version"):
         found.promote("v1")
     champion = found.champion()
     assert champion is not None and champion.name == "v2"
-    assert [move["version"] for move in found.history()] == ["v2"]
+    assert [move["version"] for move in found.history().moves] == ["v2"]
 
 
 def test_what_an_interrupted_copy_of_another_model_left_is_deleted(

@@ -15,7 +15,7 @@ from waiting import wait_until
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Away, Failed, Refused
 from configs.load_recipe import load_recipe
-from configs.settings.recipe import STAGES
+from configs.settings.recipe import STAGES, Recipe
 from flows import finetune
 from flows import retrain as flow
 from flows.retrain import one_at_a_time
@@ -223,9 +223,9 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
     with pytest.raises(Away, match="v2 became the champion meanwhile"):
         register(run.recipe, run.base, run.store, results, {}, "v1")
     registered = register(run.recipe, run.base, run.store, results, {}, "v2")
-    assert registered["champion"]["version"] == "v3" and registered["promoted"]
+    assert registered["champion"]["version"] == "v3" and registered["is_new"]
     again = register(run.recipe, run.base, run.store, results, {}, "v3")
-    assert not again["promoted"]  # so that it is announced once
+    assert not again["is_new"]  # so that it is announced once
 
 
 def test_a_retraining_whose_own_model_became_the_champion_goes_on(run: Run) -> None:
@@ -295,6 +295,50 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
         assert DecisionStage(*other, MODELS).why_unchanged(store) is None
     judged_otherwise = {**MODELS, "clip": "another"}
     assert DecisionStage(recipe, CHANGES, champion, judged_otherwise).why_unchanged(store) is None
+
+
+def test_a_retraining_waits_for_a_candidate_or_replaces_it(run: Run) -> None:
+    publish_model(run, "first")
+    registry = publish.registry_of(run.recipe)
+    champion = find_champion(registry, run.store)
+    replacing = run.recipe.retrain.model_copy(update={"candidate": "replace"})
+    recipe = run.recipe.model_copy(update={"retrain": replacing})
+    decided = {"status": "awaiting", "model": registry.url("v2")}
+    run.build(DecisionStage(recipe, CHANGES, champion, MODELS, decided))
+
+    def why(recipe: Recipe, source: str = CHANGES.source) -> str:
+        changes = replace(CHANGES, source=source)
+        return str(DecisionStage(recipe, changes, champion, MODELS).why_unchanged(run.store))
+
+    def propose(days: float) -> None:
+        version = registry.publish(commit(run, "publish", "second"))
+        registry.propose(version, days, expected="v1", bound=True, hub=None)
+
+    propose(days=1)
+    assert "v2 awaits approval until" in why(run.recipe)
+    assert "v2 awaits approval until" in why(run.recipe, "more rows")
+    assert "v2 awaits approval until" in why(recipe)
+    assert why(recipe, "more rows") == "None"
+    registry.reject("v2", "anna", "too thin")
+    for waits_or_replaces in (run.recipe, recipe):
+        assert "v2 was rejected by anna: too thin" in why(waits_or_replaces)
+        assert why(waits_or_replaces, "more rows") == "None"
+
+
+def test_a_retraining_asks_anew_for_an_expired_candidate(run: Run) -> None:
+    publish_model(run, "first")
+    registry = publish.registry_of(run.recipe)
+    champion = find_champion(registry, run.store)
+    decided = {"status": "awaiting", "model": registry.url("v2")}
+    stage = DecisionStage(run.recipe, CHANGES, champion, MODELS, decided)
+    run.build(stage)
+    version = registry.publish(commit(run, "publish", "second"))
+    registry.propose(version, -1, expected="v1", bound=True, hub=None)
+    assert stage.why_unchanged(run.store) is None
+    registry.propose(version, 1, expected="v1", bound=True, hub=None)
+    registry.approve("v2", "anna", "")
+    registry.rollback()
+    assert "v2 of these rows was published before" in str(stage.why_unchanged(run.store))
 
 
 def test_an_undecided_model_is_judged_again(run: Run) -> None:

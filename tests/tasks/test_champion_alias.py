@@ -17,8 +17,9 @@ from artifacts import compare_and_swap as cas
 from artifacts.records import encode_record
 from artifacts.store import KeyParts, Store
 from configs.errors import Away, Refused
-from tasks.publish import registry as publish_registry
-from tasks.publish.registry import HISTORY, Registry
+from tasks.publish import champion_alias
+from tasks.publish.champion_alias import HISTORY
+from tasks.publish.registry import Registry
 
 
 def test_the_champion_moves_and_rolls_back_step_by_step(
@@ -117,14 +118,14 @@ def test_a_promotion_killed_before_the_alias_is_completed_by_the_next(
     crown(store, found, 1)
     found.publish(model(store, 2))
     move = {"version": "v2", "key_without_champion": found.version("v2").model}
-    moves = [*found.history(), {**move, "why": "published", "at": "", "token": "t"}]
+    moves = [*found.history().moves, {**move, "why": "published", "at": "", "token": "t"}]
     write_history(found, encode_record({"moves": moves}))
-    assert found.was_champion("v2") and found._champions.alias() == "v1"
+    assert found.was_champion("v2") and found.alias.target() == "v1"
     champion = found.champion()
     assert champion is not None and champion.name == "v2"
     found.promote("v2")
-    assert [move["version"] for move in found.history()] == ["v1", "v2"]
-    assert found._champions.alias() == "v2"
+    assert [move["version"] for move in found.history().moves] == ["v1", "v2"]
+    assert found.alias.target() == "v2"
 
 
 @pytest.mark.parametrize("copy", ["folder", "file"])
@@ -158,8 +159,8 @@ def test_a_promotion_gated_against_another_champion_is_refused(
         with pytest.raises(Away, match="digits: the champion is v2, not"):
             found.promote("v3", expected=expected)
     found.promote("v2", expected="v1")  # an equal run has promoted it
-    assert [move["version"] for move in found.history()] == ["v1", "v2"]
-    assert found._champions.alias() == "v2"
+    assert [move["version"] for move in found.history().moves] == ["v1", "v2"]
+    assert found.alias.target() == "v2"
 
 
 def test_one_of_two_concurrent_promotions_succeeds(
@@ -176,7 +177,7 @@ def test_one_of_two_concurrent_promotions_succeeds(
             both.wait(60)
         return cas.swap(fs, path, *given)
 
-    monkeypatch.setattr(publish_registry, "swap", together)
+    monkeypatch.setattr(champion_alias, "swap", together)
     refused: list[str] = []
 
     def promote(version: str) -> None:
@@ -187,7 +188,8 @@ def test_one_of_two_concurrent_promotions_succeeds(
 
     at_once(*(partial(promote, version) for version in ("v2", "v3")))
     (loser,) = refused
-    assert [move["version"] for move in found.history()] == ["v1", {"v2": "v3", "v3": "v2"}[loser]]
+    winner = {"v2": "v3", "v3": "v2"}[loser]
+    assert [move["version"] for move in found.history().moves] == ["v1", winner]
 
 
 @pytest.mark.parametrize("kind", ["memory", *REMOTE])
@@ -196,13 +198,13 @@ def test_a_request_that_arrives_late_sets_no_earlier_champion(
 ) -> None:
     store = Store(url_of(kind))
     found = Registry(f"{store.url}/registry", "digits")
-    requests = recorded_swaps(monkeypatch, "tasks.publish.registry.swap")
+    requests = recorded_swaps(monkeypatch, "tasks.publish.champion_alias.swap")
     crown(store, found, 1, 2, 3)
     assert len(requests) == 6
     for request in requests:
         cas.swap(*request)
-    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
-    assert found._champions.alias() == "v3"
+    assert [move["version"] for move in found.history().moves] == ["v1", "v2", "v3"]
+    assert found.alias.target() == "v3"
 
 
 def test_concurrent_promotions_and_rollbacks_lose_nothing(
@@ -212,9 +214,9 @@ def test_concurrent_promotions_and_rollbacks_lose_nothing(
     crown(store, found, 1, 2, 3, 4)
     promotions = (partial(found.promote, version) for version in ("v1", "v2", "v3"))
     at_once(*promotions, found.rollback, found.rollback)
-    moves = found.history()
+    moves = found.history().moves
     assert {"v1", "v2", "v3"} <= {move["version"] for move in moves[4:]}
-    assert found._champions.alias() == moves[-1]["version"]
+    assert found.alias.target() == moves[-1]["version"]
     assert all(a["version"] != b["version"] for a, b in itertools.pairwise(moves))
 
 
@@ -239,7 +241,7 @@ def test_a_damaged_history_is_one_error_and_changes_nothing(
                 act()
     assert [version.name for version in found.versions()] == ["v1", "v2"]
     write_history(found, data)
-    assert [move["version"] for move in found.history()] == ["v1", "v2"]
+    assert [move["version"] for move in found.history().moves] == ["v1", "v2"]
 
 
 def test_a_deleted_history_begins_anew(any_registry: tuple[Store, Registry]) -> None:
@@ -249,7 +251,7 @@ def test_a_deleted_history_begins_anew(any_registry: tuple[Store, Registry]) -> 
     for path in found.fs.glob(f"{found.root}/{HISTORY}*"):
         found.fs.rm_file(path)
     assert found.champion() is None
-    assert found.promote("v2").name == "v2" and found._champions.alias() == "v2"
+    assert found.promote("v2").name == "v2" and found.alias.target() == "v2"
 
 
 def test_a_promotion_whose_answer_was_lost_keeps_a_later_champion(
@@ -261,15 +263,15 @@ def test_a_promotion_whose_answer_was_lost_keeps_a_later_champion(
     found.promote("v1")
 
     def lost(*request: Any) -> Any:
-        monkeypatch.setattr(publish_registry, "swap", cas.swap)
+        monkeypatch.setattr(champion_alias, "swap", cas.swap)
         assert cas.swap(*request) is not None
         found.promote("v3", expected="v2")
         return cas.swap(*request)
 
-    monkeypatch.setattr(publish_registry, "swap", lost)
+    monkeypatch.setattr(champion_alias, "swap", lost)
     assert found.promote("v2", expected="v1").name == "v2"
-    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
-    assert found._champions.alias() == "v3"
+    assert [move["version"] for move in found.history().moves] == ["v1", "v2", "v3"]
+    assert found.alias.target() == "v3"
 
 
 def test_a_local_champion_is_a_loadable_folder(tmp_path: Path) -> None:
