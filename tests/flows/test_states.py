@@ -43,6 +43,7 @@ SUMMARY = {
     "bad": {},
     "caption_tokens": {},
     "cut": {},
+    "copies_left_out": 0,
 }  # of an encode stage without faults
 
 
