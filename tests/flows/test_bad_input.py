@@ -279,7 +279,7 @@ def test_wrong_input_of_generate_starts_no_server(
     stored = ["-o", f"store={tmp_path}"]
     said = only_line(here("generate", "nosuch", "a cat", *stored, code=2))
     assert "model nosuch: it is neither a folder nor a champion in" in said
-    (tmp_path / "registry/digits").mkdir(parents=True)
+    (tmp_path / "registry/digits/v1").mkdir(parents=True)
     said = only_line(here("generate", "digit", "a cat", *stored, code=2))
     assert said.endswith(f"nor a champion in {tmp_path}/registry (did you mean digits?)")
     assert "no such folder" in only_line(here("generate", "/no/model", "a cat", code=2))

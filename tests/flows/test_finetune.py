@@ -181,9 +181,9 @@ def test_only_damaged_artifacts_are_rebuilt(
         report = run_here("digits", small)
         assert outcomes(report) == expect(*patterns)
         assert weights(report) == trained
-        rebuilt = {
-            p.name.partition(".")[0] for p, at in before.items() if p.stat().st_mtime_ns != at
-        }
+        written = [p for p, at in before.items() if p.stat().st_mtime_ns != at]
+        # An encoder makes thumbnails from the pictures that it decodes.
+        rebuilt = {p.name.partition(".")[0] for p in written if p.suffix != ".npy"}
         assert rebuilt == {v.name.partition(".")[0] for v in victims if v.parent.name == "shards"}
     (folder(first, "encode") / "manifest.json").unlink()
     assert outcomes(run_here("digits", small)) == expect("encode")

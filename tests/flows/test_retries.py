@@ -59,7 +59,8 @@ class Stage:
         if self.errors:
             raise self.errors.pop(0)
         draft.write("file", b"content")
-        return {"samples": 1, "holdout": 0, "bad": {}, "caption_tokens": {}, "cut": {}}
+        counts = {"samples": 1, "holdout": 0, "copies_left_out": 0}
+        return counts | {"bad": {}, "caption_tokens": {}, "cut": {}}
 
     def __call__(self, *errors: Exception) -> str:
         """The outcome and the number of attempts."""
