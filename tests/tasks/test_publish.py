@@ -63,7 +63,7 @@ def published(base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
         "bootstrap.npz": to_npz(MODELS),
         "before_after.png": more.get("picture", b"png"),
     }
-    evaluated = commit(store, "evaluate", files)
+    evaluated = commit(store, "evaluate", files, pictures=10)
     opened = Base.open(base, more.get("vae"))
     metrics = more.get("champion_metrics", lambda url: {})
 
