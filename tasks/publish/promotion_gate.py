@@ -300,7 +300,7 @@ def failure(verdict: Verdict) -> str:
         kind = "" if is_of_drawn(parse_rule(verdict.rule)) else "held-out "
         decided += f": about {verdict.more:,} more {kind}pictures would do"
     elif verdict.undecided and verdict.interval is not None:
-        decided += ": the value is at the bound"
+        decided += ": the value is too near to the bound"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 

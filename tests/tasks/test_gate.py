@@ -179,7 +179,7 @@ def test_so_many_more_pictures_decide() -> None:
         assert judged(rounds, rounds).passed and judged(rounds // 2, rounds // 2).undecided
     at_bound = f"clip_score >= {scores.mean()} at 95%"
     (near,) = judge([at_bound], {"tuned": {"clip_score": of_prompts(scores)}}, pictures=60)
-    assert near.more is None and "the value is at the bound" in failure(near)
+    assert near.more is None and "the value is too near to the bound" in failure(near)
 
 
 def test_an_undecided_held_out_loss_takes_held_out_pictures() -> None:
