@@ -93,7 +93,7 @@ def decisions(
                 name: {rule.metric: _estimate(values[:size], reference, used)}
                 for name, values in zip(("tuned", str(rule.model)), models, strict=True)
             }
-            number = look if rounds > 1 else 0
+            number = 0 if recipe.evaluate.max_pictures is None else look
             (verdict,) = judge([rule.text], measured, champion=True, look=number)
             if not verdict.undecided:
                 break

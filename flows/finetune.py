@@ -111,15 +111,16 @@ def evaluate(
     """
     before = (images, latents, trained)
     pictures, encoded, tuned = (result.load(run.store) for result in before)
-    *earlier, last = run.rounds
-    for rounds in (*earlier, last):
-        stage = EvaluateStage(run.eval_inputs(pictures, encoded, rounds), tuned)
+    looks = [EvaluateStage(run.eval_inputs(pictures, encoded, n), tuned) for n in run.rounds]
+    last = looks[-1]
+    for stage in looks[run.passed_look(looks) :]:
         result = run.build(stage, before)
         measured = result.load(run.store)
         _measure_champion(run, stage, measured, before)
-        if rounds == last or not run.needs_pictures(stage.data, tuned, measured, before):
+        if stage is last or not run.needs_pictures(stage.data, tuned, measured, before):
             break
-        log.info("evaluate: undecided after round %d of %d: drawing new pictures", rounds, last)
+        rounds = (stage.data.rounds, last.data.rounds)
+        log.info("evaluate: undecided after round %d of %d: drawing new pictures", *rounds)
     return run.ended(result, stage.show)
 
 

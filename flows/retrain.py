@@ -98,7 +98,12 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
 @task(**task_limits.stage_task("conclude"))
 @redacted_errors()
 def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> None:
-    """Record the decision, with the evaluation and the verdict as its parents."""
+    """Record the decision, with the evaluation and the verdict as its parents.
+
+    An undecided model has none: the next retraining looks again.
+    """
+    if report["status"] == "undecided":
+        return
     evaluated = report["stages"].get("evaluate")
     evidence = {
         "evaluation": evaluated and run.store.load("evaluate", evaluated["key"]),

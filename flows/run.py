@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +28,8 @@ from flows.send_stage import check_deployments, send_stage
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
-from tasks.build_or_reuse import Builder, StageResult, storing
+from tasks.build_or_reuse import Builder, Stage, StageResult, storing
+from tasks.evaluate.distances import Estimates
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.metrics import metric_names, most_rounds
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
@@ -125,7 +127,9 @@ def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     known = metric_names(recipe, held_out=count)
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
     if count:
-        evaluated = newest_estimates(recipe, Store(recipe.store))
+        evaluated: Mapping[str, Estimates] = {}
+        with suppress(OSError, ValueError):  # a warning needs no whole evaluation
+            evaluated = newest_estimates(recipe, Store(recipe.store))
         for line in undecidable(recipe, evaluated, held_out=count):
             log.warning("%s", line)
 
@@ -267,6 +271,17 @@ class Run(Builder):
         """
         of_base = model_digests(self.base) | self.base.family.key_facts
         return of_base | self.measuring.digests()
+
+    def passed_look(self, looks: Sequence[Stage]) -> int:
+        """The index of the evaluation by which the model was published; 0 if it was not.
+
+        By fewer pictures it would be compared with itself.
+        """
+        if len(looks) == 1:
+            return 0
+        versions = publish.registry_of(self.recipe).versions()
+        published = {v.manifest["run"]["parents"]["evaluation"]["key"] for v in versions}
+        return next((n for n, look in enumerate(looks) if look.parts.key in published), 0)
 
     def needs_pictures(
         self,

@@ -63,23 +63,29 @@ def why_built(store: Store, parts: KeyParts) -> str:
     try:
         if store.fs.exists(f"{store.root}/{parts.stage}/{parts.key}/{MANIFEST}"):
             return "it was damaged"
-        recent = _recent_keys(store, parts.stage)
-        if not recent:
+        artifacts = recent_artifacts(store, parts.stage)
+        if not artifacts:
             return "none was built before"
-        artifacts = list(ask_at_once(store.fs, partial(_readable, store, parts.stage), recent))
     except OSError:
         artifacts = []
     own = parts.as_dict()
     changed = [
         (a.key, _changes(_flat({name: a.manifest[name] for name in own}), _flat(own)))
-        for a in artifacts
-        if a is not None
+        for a in filter(None, artifacts)
     ]
     if not changed:
         return "the artifacts before could not be read"
     key, fewest = min(changed, key=lambda pair: len(pair[1]))
     changes = [*fewest[:SHOWN], "…"] if len(fewest) > SHOWN else fewest
     return f"changed since {key[:12]}: {', '.join(changes)}"
+
+
+def recent_artifacts(store: Store, stage: str) -> list[Artifact | None]:
+    """The RECENT artifacts of a stage that were committed last, the newest first, without files.
+
+    A damaged one is None.
+    """
+    return [*ask_at_once(store.fs, partial(_readable, store, stage), _recent_keys(store, stage))]
 
 
 def _readable(store: Store, stage: str, key: str) -> Artifact | None:

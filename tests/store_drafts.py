@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from artifacts.lock import Lock
 from artifacts.store import Artifact, Draft, KeyParts, Store
@@ -16,12 +17,12 @@ def build(store: Store, parts: KeyParts = PARTS, lock: Lock | None = None) -> Dr
     return draft
 
 
-def commit(store: Store, stage: str, files: dict[str, bytes]) -> Artifact:
+def commit(store: Store, stage: str, files: dict[str, bytes], **summary: Any) -> Artifact:
     """An artifact with these files and no settings."""
     draft = store.draft(KeyParts(stage, 1, {}, {}))
     for path, data in files.items():
         draft.write(path, data)
-    return draft.commit({}, {"parents": {}})
+    return draft.commit(summary, {"parents": {}})
 
 
 def elsewhere(store: Store) -> Store:

@@ -9,6 +9,7 @@ grown sets.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +60,7 @@ def mirror_parts(grey: NDArray[np.uint8]) -> NDArray[np.float32]:
     """
     centred = grey - grey.mean((1, 2), keepdims=True, dtype=np.float32)
     norm = np.linalg.norm(centred, axis=(1, 2), keepdims=True)
-    unit = centred / np.maximum(norm * np.sqrt(2), 1e-6)
+    unit = centred / np.maximum(norm * math.sqrt(2), 1e-6)
     left = unit[..., : SIDE // 2]
     right = unit[..., : SIDE // 2 - 1 : -1]
     return np.stack([left + right, left - right]).reshape(2, len(grey), SIDE * SIDE // 2)

@@ -19,6 +19,7 @@ from artifacts.store import Store
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
+from tasks.build_or_reuse import recent_artifacts
 from tasks.evaluate.distances import (
     DISTANCES,
     INCEPTION_DISTANCES,
@@ -162,14 +163,21 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
 
 
 def newest_estimates(recipe: Recipe, store: Store) -> Mapping[str, Estimates]:
-    """The metrics of the newest evaluation of the recipe's base by the same models; {} without."""
-    keys = [key for stage, key in store.artifact_keys() if stage == STAGE]
-    stored = [store.find(STAGE, key) for key in keys]
-    wanted = measured_by(recipe)
-    alike = [one for one in stored if one and one.summary.get("measured_by") == wanted]
-    if not alike:
+    """The metrics of the newest evaluation of the recipe's base by the same models.
+
+    {} without one among the recent evaluations, or if no rule has a level.
+
+    Raises:
+        Damaged: a file of it has another sha256.
+        OSError: the store cannot be read.
+    """
+    if all(parse_rule(text).level is None for text in recipe.publish.gate):
         return {}
-    return read_estimates(max(alike, key=lambda one: str(one.manifest["run"]["created"])))
+    wanted = measured_by(recipe)
+    recent = filter(None, recent_artifacts(store, STAGE))
+    keys = (one.key for one in recent if one.summary.get("measured_by") == wanted)
+    newest = next((store.load(STAGE, key) for key in keys), None)
+    return {} if newest is None else read_estimates(newest)
 
 
 def looks_of(rule: Rule, settings: Evaluate, rounds: int) -> list[Look]:
@@ -179,9 +187,12 @@ def looks_of(rule: Rule, settings: Evaluate, rounds: int) -> list[Look]:
     return [Look(len(set(prompts)), len(prompts)) for prompts in accumulate(drawn)]
 
 
-def probability(rule: Rule, difference: Difference, looks: Sequence[Look]) -> float:
-    """The probability that a harmless model passes at the best of the looks, and so at least."""
-    first = 1 if len(looks) > 1 else 0
+def probability(rule: Rule, difference: Difference, looks: Sequence[Look], first: int = 0) -> float:
+    """The probability that a harmless model passes at the best of the looks, and so at least.
+
+    Args:
+        first: number of the first look; 0: it is the only one.
+    """
     judged = [(at_look(rule, number), look) for number, look in enumerate(looks, first)]
     return max(difference.passes(at.level or LEVEL, look) for at, look in judged)
 
@@ -190,7 +201,8 @@ def _of_drawn(rule: Rule, difference: Difference, settings: Evaluate) -> str | N
     """How decidable a rule is, and what to do; None if enough models pass."""
 
     def chance(looks: Sequence[Look]) -> float:
-        return probability(rule, difference, looks)
+        is_only = settings.max_pictures is None and len(looks) == 1
+        return probability(rule, difference, looks, 0 if is_only else 1)
 
     rounds = most_rounds(settings)
     looks = looks_of(rule, settings, rounds)

@@ -33,6 +33,8 @@ _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operato
 LEAST_PROMPTS = 5
 ONE_SAMPLE = "no interval: of one sample"
 ENOUGH_PROMPTS = 8
+#: Intervals of later looks are hardly narrower, since their levels rise.
+MOST_ROUNDS = 32
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Verdict:
     #: The interval of value - bound, at the rule's level or 95%; None if it is not known.
     interval: tuple[float, float] | None = None
     undecided: bool = False  # the interval contains the bound, or is not known of one prompt
-    more: int | None = None  # pictures that would decide, by the width of the interval
+    #: More pictures per model, or held-out ones, that would decide by the width of the interval.
+    more: int | None = None
 
 
 def parse_rule(text: str) -> Rule:
@@ -143,7 +146,12 @@ def needs_champion(rules: Sequence[str]) -> bool:
 
 
 def judge(
-    rules: Sequence[str], models: Models, *, champion: bool = False, look: int = 0
+    rules: Sequence[str],
+    models: Models,
+    *,
+    champion: bool = False,
+    look: int = 0,
+    pictures: int | None = None,
 ) -> list[Verdict]:
     """One verdict per rule on the tuned model's metrics.
 
@@ -151,12 +159,9 @@ def judge(
         champion: whether a champion exists. If not, rules against it pass. If so, they
             fail if the champion has no comparable value.
         look: number (from 1) of this look at a growing number of pictures; 0: the only look.
+        pictures: per model in a round, of all rules; None: not known.
     """
-    parsed = [parse_rule(text) for text in rules]
-    return [
-        _judge_one(at_look(rule, look) if is_of_drawn(rule) else rule, models, champion)
-        for rule in parsed
-    ]
+    return [_judge_one(parse_rule(text), models, champion, look, pictures) for text in rules]
 
 
 def is_of_drawn(rule: Rule) -> bool:
@@ -182,10 +187,12 @@ def is_undecided(verdicts: Sequence[Verdict]) -> bool:
 def needs_pictures(verdicts: Sequence[Verdict]) -> bool:
     """Whether more drawn pictures may let an undecided model pass."""
     undecided = [parse_rule(verdict.rule) for verdict in verdicts if verdict.undecided]
-    return is_undecided(verdicts) and any(map(is_of_drawn, undecided))
+    return is_undecided(verdicts) and all(map(is_of_drawn, undecided))
 
 
-def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
+def _judge_one(
+    rule: Rule, models: Models, champion: bool, look: int, pictures: int | None
+) -> Verdict:
     tuned = models["tuned"].get(rule.metric)
     if tuned is None:
         return Verdict(rule.text, False, None, None, f"{rule.metric} was not measured")
@@ -196,7 +203,8 @@ def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
         return Verdict(rule.text, passed, tuned.value, None, note)
     bound = rule.number if other is None else rule.factor * other.value + rule.offset
     assert bound is not None
-    interval, why = _interval(rule, tuned, other)
+    judged = at_look(rule, look) if is_of_drawn(rule) else rule
+    interval, why = _interval(judged, tuned, other)
     compare = _COMPARE[rule.op]
     if rule.level is None:
         passed = bool(compare(tuned.value, bound))
@@ -205,14 +213,18 @@ def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
         is_open = why == ONE_SAMPLE and math.isfinite(tuned.value) and math.isfinite(bound)
         return Verdict(rule.text, False, tuned.value, bound, why, undecided=is_open)
     ends = {bool(compare(end, 0.0)) for end in interval}
-    more = None if len(ends) == 1 else _more_pictures(tuned, bound, interval)
+    more = None
+    if len(ends) > 1 and not is_of_drawn(rule):
+        more = _more_held_out(tuned, bound, interval)
+    elif len(ends) > 1 and pictures is not None:
+        more = _more_rounds(rule, look, tuned, bound, interval) * pictures or None
     return Verdict(
         rule.text, ends == {True}, tuned.value, bound, why, interval, len(ends) > 1, more
     )
 
 
-def _more_pictures(tuned: Estimate, bound: float, interval: Interval) -> int | None:
-    """Pictures until the interval would end at the bound; its width falls as 1 / sqrt(n).
+def _more_held_out(tuned: Estimate, bound: float, interval: Interval) -> int | None:
+    """Held-out pictures until the interval would end at the bound; its width falls as 1 / sqrt(n).
 
     None if the value is so near to the bound that it takes over 100 times the pictures.
     """
@@ -221,6 +233,24 @@ def _more_pictures(tuned: Estimate, bound: float, interval: Interval) -> int | N
     if gap * 20 < high - low:
         return None
     return max(1, math.ceil(tuned.n * ((high - low) / 2 / gap) ** 2) - tuned.n)
+
+
+def _more_rounds(rule: Rule, look: int, tuned: Estimate, bound: float, interval: Interval) -> int:
+    """Rounds until the interval, at the level of that look, would end at the bound.
+
+    0 if the value is so near to the bound that no number of them is enough. The width falls as
+    1 / sqrt(n), as it does if each round has new prompts.
+    """
+    low, high = interval
+    gap = abs(tuned.value - bound)
+    level = at_look(rule, look).level or LEVEL
+    drawn = max(look, 1)
+    for rounds in range(drawn + 1, MOST_ROUNDS):
+        later = at_look(rule, rounds).level or LEVEL
+        wider = quantile(later, tuned.units) / quantile(level, tuned.units)
+        if (high - low) / 2 * wider * (drawn / rounds) ** 0.5 <= gap:
+            return rounds - drawn
+    return 0
 
 
 def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> tuple[Interval | None, str]:
@@ -267,9 +297,10 @@ def failure(verdict: Verdict) -> str:
         ends = verdict.interval
         decided = f", {verdict.note}" if ends is None else f", value - bound in {_shown(ends)}"
     if verdict.more is not None:
-        decided += f": about {verdict.more:,} more pictures would do"
+        kind = "" if is_of_drawn(parse_rule(verdict.rule)) else "held-out "
+        decided += f": about {verdict.more:,} more {kind}pictures would do"
     elif verdict.undecided and verdict.interval is not None:
-        decided += ": the value is at the bound"
+        decided += ": the value is too near to the bound"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 

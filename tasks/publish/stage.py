@@ -28,7 +28,6 @@ from runtimes.pipeline_folder.folder import Base
 from tasks.build_or_reuse import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage
 from tasks.evaluate.distances import Estimates, differences
 from tasks.evaluate.draw import DRAWING_PARTS
-from tasks.evaluate.metrics import most_rounds
 from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
@@ -139,7 +138,7 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
     settings = recipe.publish.key_settings()
     if recipe.train.method == "lora" and not recipe.publish.merge:
         settings["base"] = recipe.model.model_dump(mode="json")
-    if most_rounds(recipe.evaluate) > 1:  # the gate's levels differ from those of an only look
+    if recipe.evaluate.max_pictures is not None:  # the levels differ from those of an only look
         settings["looks"] = True
     return settings | ({} if force is None else {"force": force})
 
@@ -238,10 +237,16 @@ class PublishStage(Stage):
             assert self.champion_metrics is not None
             models["champion"], again = self.champion_metrics(champion.uri)
         has_champion = champion is not None or "champion" in inputs
-        settings = self.recipe.evaluate
-        look = self.evaluated.summary.get("rounds", 1) if most_rounds(settings) > 1 else 0
-        gate = self.recipe.publish.gate
-        return promotion_gate.judge(gate, models, champion=has_champion, look=look), models, again
+        rounds = self.evaluated.summary.get("rounds", 1)
+        drawn = self.evaluated.summary.get("pictures")
+        verdicts = promotion_gate.judge(
+            self.recipe.publish.gate,
+            models,
+            champion=has_champion,
+            look=0 if self.recipe.evaluate.max_pictures is None else rounds,
+            pictures=drawn and drawn // rounds,
+        )
+        return verdicts, models, again
 
     def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
         """Judge the model, then write the published folder into the draft.

@@ -117,8 +117,8 @@ class DecisionStage(Stage):
             before = "the base" if champion is None else champion.version
             rows = f"these {self.changes.rows:,} rows"
             return f"the gate rejected a model of {rows} and {before} before"
-        if champion is None or decided["status"] == "undecided":
-            return None  # the registry was deleted; or more pictures may be allowed by now
+        if champion is None:  # its registry was deleted
+            return None
         now = champion.version
         return f"{version} of these rows was published before, and {now} is champion again"
 

@@ -145,7 +145,7 @@ def without_models() -> None:
         license_files=lambda base: [],
         UNKNOWN_LICENSE="other",
         write_card=lambda *_, **__: f"# Model {uuid4()}",  # as if each had its date
-        training_facts=lambda run, summary: {},
+        training_facts=lambda run, summary, settings: {},
         Weights=SimpleNamespace(of=lambda *_, **__: None),
     )
 

@@ -18,6 +18,7 @@ from PIL import Image
 from prefect import runtime
 from published import STAGES, expect, folder, manifest, outcomes
 
+from artifacts.store import Store
 from configs.load_recipe import load_recipe
 from tasks.evaluate.metrics import prompt_sets
 from tasks.evaluate.published import ChampionEvaluation
@@ -239,6 +240,50 @@ def test_the_gate_looks_again_at_more_pictures_until_it_can_tell(
     report, new = run(f"clip_score/new >= {value - 50} at 95%", 3, 0)
     assert (report["status"], new) == ("published", 0)
     assert report["metrics"]["clip_score/new"]["tuned"]["n"] == len(sets["new"])
+
+
+@pytest.mark.extended
+def test_a_model_that_passed_at_a_later_look_is_reused(
+    first: Report, small: Overrides, here: Here, api: str
+) -> None:
+    """Neither it nor the champion before it is measured by fewer pictures again."""
+    sets = prompt_sets(load_recipe("digits", small).evaluate)
+    pictures = sum(map(len, sets.values()))
+    store = Store(str(small["store"]))
+
+    def run(rules: list[str], rounds: int, code: int) -> Report:
+        limits = {"publish.gate": rules, "evaluate.max_pictures": rounds * pictures}
+        given = {**small, **limits, "evaluate.bootstrap": 40, "train.steps": 7}
+        out = here("run", "digits", "--json", overrides=given, code=code, api=api)
+        return dict(json.loads(out.splitlines()[-1]))
+
+    values = {
+        name: models["tuned"]["value"]
+        for name, models in first["metrics"].items()
+        if name.startswith("clip_score")
+    }
+    at_value = [f"{name} >= {value} at 95%" for name, value in values.items()]
+    looks = [run(at_value, rounds, 4)["gate"] for rounds in (1, 2)]
+    # A bound that the first look's interval contains, and the second's does not.
+    chosen = [
+        f"{name} {op} {value + sign * (before + after) / 2} at 95%"
+        for (name, value), one, two in zip(values.items(), *looks, strict=True)
+        for op, sign, before, after in (
+            (">=", 1, one["interval"][0], two["interval"][0]),
+            ("<=", -1, -one["interval"][1], -two["interval"][1]),
+        )
+        if before < after
+    ]
+    rules = [chosen[0], "clip_score/new >= champion * 0.5"]
+    published = run(rules, 2, 0)
+    assert published["metrics"]["clip_score"]["tuned"]["n"] == 2 * pictures
+    known = set(store.artifact_keys())
+    again = run(rules, 2, 0)
+    assert again["model"] == published["model"]
+    assert set(store.artifact_keys()) == known
+    assert {name: stage["outcome"] for name, stage in again["stages"].items()} == dict.fromkeys(
+        again["stages"], "reused"
+    )
 
 
 @pytest.mark.extended

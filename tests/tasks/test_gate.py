@@ -13,6 +13,7 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from tasks.evaluate.distances import Estimate, Resampling, mean, quantile, share
 from tasks.publish.promotion_gate import (
+    Verdict,
     check_prompts,
     check_rules,
     failure,
@@ -162,16 +163,30 @@ def test_an_interval_that_contains_the_bound_decides_nothing() -> None:
 
 
 def test_so_many_more_pictures_decide() -> None:
+    """As rounds of all rules' pictures, whose looks have levels of their own."""
     scores = 29 + np.random.default_rng(0).normal(size=60)
     rule = "clip_score >= 28.9 at 95%"
-    (verdict,) = judge([rule], {"tuned": {"clip_score": of_prompts(scores)}})
-    assert verdict.more is not None and f"about {verdict.more:,} more pictures" in failure(verdict)
-    assert 10 < verdict.more < 60
-    enough = np.tile(scores, 2)
-    assert judge([rule], {"tuned": {"clip_score": of_prompts(enough)}})[0].passed
+
+    def judged(rounds: int, look: int, pictures: int = 100) -> Verdict:
+        models = {"tuned": {"clip_score": of_prompts(np.tile(scores, rounds))}}
+        return judge([rule], models, look=look, pictures=pictures)[0]
+
+    for look in (0, 1):
+        verdict = judged(1, look)
+        assert verdict.more is not None and verdict.more % 100 == 0
+        assert f"about {verdict.more} more pictures" in failure(verdict)
+        rounds = 1 + verdict.more // 100
+        assert judged(rounds, rounds).passed and judged(rounds // 2, rounds // 2).undecided
     at_bound = f"clip_score >= {scores.mean()} at 95%"
-    (near,) = judge([at_bound], {"tuned": {"clip_score": of_prompts(scores)}})
-    assert near.more is None and "the value is at the bound" in failure(near)
+    (near,) = judge([at_bound], {"tuned": {"clip_score": of_prompts(scores)}}, pictures=60)
+    assert near.more is None and "the value is too near to the bound" in failure(near)
+
+
+def test_an_undecided_held_out_loss_takes_held_out_pictures() -> None:
+    models = {"tuned": {name: of_prompts([1.0, 2.0, 3.0]) for name in ("holdout_loss", "fd")}}
+    loss, distance = judge(["holdout_loss < 2.5 at 95%", "fd < 2.5 at 95%"], models, pictures=60)
+    assert loss.more == 68 and "about 68 more held-out pictures would do" in failure(loss)
+    assert needs_pictures([distance]) and not needs_pictures([distance, loss])
 
 
 def test_each_look_spends_a_half_of_the_error_that_is_left() -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from artifacts.latent_shards import Latents, ShardRef
+from artifacts.records import Damaged
 from artifacts.store import KeyParts, Store
 from bench import gate_power as simulated
 from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, leveled_rules, share
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
+from flows.run import check_gate_rules
 from flows.show_plan import show_plan
 from tasks.build_or_reuse import BOOTSTRAP, METRICS
 from tasks.evaluate.distances import Resampling, mean, to_npz
@@ -88,7 +91,7 @@ def test_the_probability_is_the_share_of_simulated_models(
     rule = parse_rule(OLD)
     difference = difference_of(rule, {})
     assert difference is not None
-    told = probability(rule, difference, looks_of(rule, recipe.evaluate, rounds))
+    told = probability(rule, difference, looks_of(rule, recipe.evaluate, rounds), 1)
     passed = share([*decisions(recipe, rule, HARMLESS, 400)])
     assert told - 0.05 < passed < told + (0.05 if rounds == 1 else 0.12)
 
@@ -174,6 +177,26 @@ def test_the_newest_evaluation_of_the_base_replaces_the_prior(tmp_path: Path) ->
     assert "list 20 prompts" in told()
     other = recipe.model.model_copy(update={"path": "another/model"})
     assert told(recipe.model_copy(update={"model": other})) == by_prior
+
+
+def test_a_damaged_evaluation_does_not_end_a_run(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    rule = "holdout_loss < base at 95%"
+    recipe = with_old(5, 1, rule=rule).model_copy(update={"store": store.url})
+    evaluated(store, recipe, 1.0, 1)
+    (file,) = Path(store.root).glob(f"evaluate/*/{BOOTSTRAP}")
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(Damaged):
+        newest_estimates(recipe, store)
+    held_out = ShardRef("", 0, "", {"holdout/64x64": 9})
+    check_gate_rules(recipe, Latents({}, [held_out]))
+
+
+def test_evaluations_are_read_for_rules_with_a_level_alone(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    recipe = with_old(5, 1, rule="clip_score/old > base")
+    evaluated(store, recipe, 1.0, 1)
+    assert newest_estimates(recipe, store) == {}
 
 
 def test_a_rule_without_a_prior_is_told_of_by_an_evaluation(tmp_path: Path) -> None:

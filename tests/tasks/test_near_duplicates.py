@@ -61,6 +61,7 @@ def test_pictures_of_one_colour_are_near_nothing() -> None:
     plain = np.full((1, 16, 16), 7, np.uint8)
     assert not near_any(plain, mirror_parts(plain)).any()
     assert not near_any(plain, mirror_parts(plain[:0])).any()
+    assert mirror_parts(plain).dtype == np.float32
 
 
 def test_blocks_do_not_change_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def published(base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
         "bootstrap.npz": to_npz(MODELS),
         "before_after.png": more.get("picture", b"png"),
     }
-    evaluated = commit(store, "evaluate", files)
+    evaluated = commit(store, "evaluate", files, pictures=10)
     opened = Base.open(base, more.get("vae"))
     metrics = more.get("champion_metrics", lambda url: {})
 
@@ -221,10 +221,10 @@ def test_a_model_that_is_undecided_at_a_level_is_told_the_interval(
     publish: Publish, tmp_path: Path
 ) -> None:
     """Its value may be below the bound."""
-    recipe = digits(tmp_path, "cmmd < 1.2 at 95%")
+    recipe = digits(tmp_path, "cmmd < 1.35 at 95%")
     said = (
-        r"not enough pictures to tell \(evaluate\.max_pictures\): cmmd < 1\.2 at 95% "
-        r"\(measured 1, bound 1\.2, value - bound in \[-0\.\d+, 0\.\d+\]: "
+        r"not enough pictures to tell \(evaluate\.max_pictures\): cmmd < 1\.35 at 95% "
+        r"\(measured 1, bound 1\.35, value - bound in \[-0\.\d+, 0\.\d+\]: "
         r"about \d+ more pictures would do\)"
     )
     with pytest.raises(Rejected, match=said):

@@ -341,14 +341,20 @@ def test_a_retraining_asks_anew_for_an_expired_candidate(run: Run) -> None:
     assert "v2 of these rows was published before" in str(stage.why_unchanged(run.store))
 
 
-def test_an_undecided_model_is_judged_again(run: Run) -> None:
+def test_an_undecided_model_is_judged_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate.max_pictures`, which is in no key, may allow more pictures."""
     publish_model(run, "first")
     champion = find_champion(publish.registry_of(run.recipe), run.store)
-    report = {"status": "undecided", "model": None}
-    stage = DecisionStage(run.recipe, CHANGES, champion, MODELS, report)
-    run.build(stage)
+    monkeypatch.setattr(Run, "model_digests", lambda _: MODELS)
+    run = replace(run, champion=champion)
+    report: dict[str, Any] = {"model": None, "stages": {}}
+    stage = DecisionStage(run.recipe, CHANGES, champion, MODELS)
+    flow.conclude.fn(run, CHANGES, report | {"status": "undecided"})
     assert stage.why_unchanged(run.store) is None
+    flow.conclude.fn(run, CHANGES, report | {"status": "published", "model": "digits/v2"})
+    assert stage.why_unchanged(run.store) == (
+        "v2 of these rows was published before, and v1 is champion again"
+    ), "a rollback stays"
 
 
 @pytest.mark.parametrize("stage", ["download", "encode", "train", "evaluate", "publish"])
