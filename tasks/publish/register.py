@@ -196,7 +196,7 @@ def register(
             registered["is_new"] = False
             with _warning("the alias is not mended"):
                 registry.mend_alias()
-        elif recipe.publish.promote == "manual":
+        elif recipe.publish.promote == "manual" or registry.history().rejection(version.model):
             registered |= _propose(model, version, published, start)
         else:
             _promote(model, version, published, start)

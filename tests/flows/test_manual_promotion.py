@@ -43,13 +43,16 @@ def test_a_model_awaits_approval_and_is_announced_once(run: Run) -> None:
     assert again["champion"]["version"] == "v1"
 
 
-def test_a_run_of_a_rejected_model_says_by_whom(run: Run) -> None:
+@pytest.mark.parametrize("promote", ["manual", "auto"])
+def test_a_run_of_a_rejected_model_says_by_whom(run: Run, promote: str) -> None:
     results, registry = published_by(run), publish.registry_of(run.recipe)
     register(run.recipe, run.base, run.store, results, {})
     registry.reject("candidate", "anna", "too thin")
+    run = publishing(run, promote=promote)
     again = register(run.recipe, run.base, run.store, results, {})
     assert (again["status"], again["is_new"]) == ("rejected", False)
     assert again["why"] == "v1 was rejected by anna: too thin"
+    assert registry.champion() is None
 
 
 def test_an_expired_candidate_is_asked_for_by_the_next_run(run: Run) -> None:
