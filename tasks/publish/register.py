@@ -257,6 +257,7 @@ def _propose(
         expected=expected,
         bound=start is not None or needs_champion(settings.gate),
         hub=None if settings.hub is None else settings.hub.model_dump(),
+        forced=published.summary["forced"],
     )
     status = "rejected" if "rejected" in candidate else "awaiting"
     return {"candidate": candidate, "is_new": is_new, "status": status, "why": in_words(candidate)}

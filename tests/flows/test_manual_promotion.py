@@ -9,13 +9,14 @@ from urllib.parse import unquote
 import pytest
 from picture_server import picture
 from prefect.exceptions import ObjectNotFound
-from reused_runs import commit, published_by, publishing, run_of_digits
+from reused_runs import commit, published_by, publishing, reused, run_of_digits
 
 from artifacts.store import KeyParts
 from configs.settings.recipe import Hub
 from flows import finetune
 from flows.decide import decide
 from flows.run import Run
+from flows.store_commands import show_history
 from tasks.panels import Facts, Table, to_markdown
 from tasks.publish import stage as publish
 from tasks.publish.register import approve, register, show_candidate
@@ -60,6 +61,19 @@ def test_an_expired_candidate_is_asked_for_by_the_next_run(run: Run) -> None:
     results = published_by(run)
     for _ in range(2):
         assert register(run.recipe, run.base, run.store, results, {})["is_new"]
+
+
+def test_the_history_names_why_a_candidate_was_forced(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = publish.registry_of(run.recipe)
+    draft = run.store.draft(KeyParts("publish", 1, {"force": "a demonstration"}, {}))
+    draft.write("report.html", b"")
+    forced = reused(draft.commit({"forced": "a demonstration"}, {}))
+    register(run.recipe, run.base, run.store, [*published_by(run)[:-1], forced], {})
+    approve(registry, "candidate", "anna", "")
+    show_history(registry.store.url, registry.name)
+    assert "00:00, forced: a demonstration\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
