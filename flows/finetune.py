@@ -201,8 +201,7 @@ def _form(registry: Registry, version: str) -> str | None:
     except Exception as error:
         log.warning("publish: the form of %s is not known: %s", FORM, one_line(error))
         return None
-    place = without_secrets(registry.store.url)
-    filled = {"model": registry.name, "version": version, "registry": place}
+    filled = {"model": registry.name, "version": version, "registry": registry.store.url}
     return f"/deployments/deployment/{number}/run?parameters={quote(json.dumps(filled))}"
 
 
