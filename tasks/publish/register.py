@@ -280,13 +280,15 @@ def approve(registry: Registry, which: str, by: str, why: str) -> Version:
         which: its version, or `candidate`.
         by: the person.
 
-    Raises:
-        Refused: it does not wait, or its gate compared it with another champion.
-        AliasNotWritten: it is the champion, but the alias could not be written.
+    Raises Refused if it does not wait, or its gate compared it with another champion.
     """
-    version = registry.approve(which, by, why)
-    candidate = registry.history().candidate(version.name)
-    if candidate is not None and candidate["hub"] is not None:
+    candidate = registry.history().awaiting(which)
+    version = registry.version(candidate["version"])
+    try:
+        registry.approve(version.name, by, why)
+    except AliasNotWritten as error:  # it holds: a second approval is refused
+        log.warning("publish: %s", error)
+    if candidate["hub"] is not None:
         _pushed(Hub(**candidate["hub"]), registry, version)
     return version
 

@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.parse import unquote
 
 import pytest
 from picture_server import picture
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, ParameterTypeError
 from reused_runs import commit, published_by, publishing, reused, run_of_digits
 
 from artifacts.store import KeyParts
@@ -19,6 +20,7 @@ from flows.run import Run
 from flows.store_commands import show_history
 from tasks.panels import Facts, Table, to_markdown
 from tasks.publish import stage as publish
+from tasks.publish.champion_alias import ChampionAlias
 from tasks.publish.register import approve, register, show_candidate
 from tasks.publish.registry import Registry, Version
 
@@ -113,6 +115,22 @@ def test_a_candidate_is_pushed_to_the_hub_when_it_is_approved(
     assert not pushed
     approve(publish.registry_of(run.recipe), "v1", "anna", "")
     assert pushed == ["v1 someone/digits True"]
+
+
+def test_an_approval_holds_although_the_alias_could_not_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second approval would be refused, and nothing told of the first."""
+    registry = publish.registry_of(run.recipe)
+    register(run.recipe, run.base, run.store, published_by(run), {})
+    monkeypatch.setattr(ChampionAlias, "follow", MagicMock(side_effect=OSError("disk")))
+    assert approve(registry, "candidate", "anna", "").name == "v1"
+    assert registry.history().champion == "v1" and "promote v1 again" in caplog.text
+
+
+def test_a_decision_names_who_makes_it() -> None:
+    with pytest.raises(ParameterTypeError, match="by: String should match"):
+        decide("digits", "promote", by=" ")
 
 
 @pytest.mark.slow
