@@ -226,6 +226,8 @@ def test_the_event_has_the_links_to_page_and_form(
         return
     place, _, filled = payload["form"].partition("?parameters=")
     assert place == "http://ui.example/deployments/deployment/number-of-decide/candidate/run"
+    of_team = finetune._form(Registry(registry.store.url, "vision/digits"), "v2")
+    assert of_team is not None and "/number-of-decide/candidate-vision/run?" in of_team
     given = {"model": "digits", "version": "v2", "registry": registry.store.url}
     assert json.loads(unquote(filled)) == given
     assert (payload["version"], payload["champion"]) == ("v2", "v1")
