@@ -203,6 +203,13 @@ def gc(
 By = Annotated[str | None, typer.Option("--by", help="Who decides; default: the login name.")]
 
 
+def _who(by: str | None) -> str:
+    try:
+        return by or getpass.getuser()
+    except KeyError:  # of a user id alone, as in a container
+        raise Refused("this user has no login name: say who decides, --by NAME") from None
+
+
 @commands.command()
 def promote(
     name: Name,
@@ -226,7 +233,7 @@ def promote(
     from tasks.publish.register import approve
     from tasks.publish.registry import Registry
 
-    models, who = Registry(_registry_of(store, registry), name), by or getpass.getuser()
+    models, who = Registry(_registry_of(store, registry), name), _who(by)
     if version == CANDIDATE:
         champion = approve(models, version, who, reason)
     else:
@@ -246,7 +253,7 @@ def reject(
     """Reject the version that awaits approval; runs of its recipe do not offer it again."""
     from tasks.publish.registry import Registry
 
-    models, who = Registry(_registry_of(store, registry), name), by or getpass.getuser()
+    models, who = Registry(_registry_of(store, registry), name), _who(by)
     print(f"{name}: {models.reject(version, who, reason)} is rejected; the champion stays")
 
 

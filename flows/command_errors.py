@@ -41,7 +41,9 @@ def usage_error(error: TyperException) -> str:
         near = did_you_mean(sorted(getattr(error, "possibilities", None) or ()))
         return f"{command}{wrong}: no such option ({near or options})"
     if not error.message:
-        return f"{command}{parameter.opts[0].upper()} is missing ({options})"
+        missing = parameter.opts[0]
+        missing = missing if missing.startswith("-") else missing.upper()
+        return f"{command}{missing} is missing ({options})"
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
         settings = re.sub(r" (?=[a-z0-9_.]+=)", " -o ", extra[1])  # each of several settings
         return f"{command}write a setting with -o: -o {settings}"

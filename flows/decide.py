@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from prefect import flow
 from prefect.states import Completed
+from pydantic import Field
 
 from configs.secrets import redacted_errors
 from flows import flow_process, task_limits
@@ -29,7 +30,7 @@ log = logging.getLogger("kiln")
 def decide(
     model: str,
     decision: Literal["promote", "reject"],
-    by: str,
+    by: Annotated[str, Field(pattern=r"\S")],
     version: str = CANDIDATE,
     reason: str = "",
     registry: str = "store/registry",

@@ -28,7 +28,7 @@ from artifacts.store import Artifact
 from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors, without_secrets
-from configs.settings.recipe import STAGES, StageName
+from configs.settings.recipe import STAGES, StageName, team_of
 from flows import flow_process, task_limits
 from flows.run import Run, check_gate_rules, prepare
 from flows.send_stage import run_task
@@ -48,7 +48,7 @@ PUBLISHED = "kiln.model.published"
 AWAITING = "kiln.model.awaiting"
 #: Status of a report -> name of the final state, of a model that is not the champion.
 STATES = {"rejected": "Rejected", "undecided": "Undecided", "awaiting": "Awaiting approval"}
-#: Flow and deployment of the form that decides on a candidate.
+#: Flow and deployment of the form that decides on a candidate; of a team decide/candidate-TEAM.
 FORM = "decide/candidate"
 NOT_PUBLISHED = ("rejected", "undecided")  # outcomes of the gate
 #: Stage name -> function that returns the panels of its artifact.
@@ -194,16 +194,16 @@ def _form(registry: Registry, version: str) -> str | None:
     """Path in the UI of the form that decides on a version, filled in; None without it."""
     if FlowRunContext.get() is None:
         return None
+    name = "-".join(filter(None, (FORM, team_of(registry.name))))
     try:
         with get_client(sync_client=True) as client:
-            number = client.read_deployment_by_name(FORM).id
+            number = client.read_deployment_by_name(name).id
     except ObjectNotFound:  # as on the temporary server of `kiln run`
         return None
     except Exception as error:
-        log.warning("publish: the form of %s is not known: %s", FORM, one_line(error))
+        log.warning("publish: the form of %s is not known: %s", name, one_line(error))
         return None
-    place = without_secrets(registry.store.url)
-    filled = {"model": registry.name, "version": version, "registry": place}
+    filled = {"model": registry.name, "version": version, "registry": registry.store.url}
     return f"/deployments/deployment/{number}/run?parameters={quote(json.dumps(filled))}"
 
 

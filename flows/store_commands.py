@@ -452,7 +452,7 @@ def show_history(url: str, name: str, *, as_json: bool = False) -> None:
     if as_json:
         moves = [_parts(move, "version", "why", "at", "by") for move in history.moves]
         candidates = [
-            _parts(candidate, "version", "champion", "at", "until")
+            _parts(candidate, "version", "champion", "at", "until", "forced")
             | {"rejected": _parts(candidate.get("rejected", {}), "by", "why", "at")}
             | {"outcome": history.outcome(candidate)}
             for candidate in history.candidates
@@ -460,7 +460,11 @@ def show_history(url: str, name: str, *, as_json: bool = False) -> None:
         shown = {"champion": history.champion, "history": moves, "candidates": candidates}
         print(json.dumps({"name": name, **shown}))
         return
-    lines = [(c["at"], c["version"], f"candidate until {c['until']}") for c in history.candidates]
+    lines = list[tuple[str, str, str]]()
+    for candidate in history.candidates:
+        forced = f", forced: {candidate['forced']}" if candidate.get("forced") else ""
+        until = f"candidate until {candidate['until']}"
+        lines.append((candidate["at"], candidate["version"], f"{until}{forced}"))
     rejected = [(c["version"], c["rejected"]) for c in history.candidates if "rejected" in c]
     lines += [(r["at"], v, f"rejected: {r['why']} (by {r['by']})") for v, r in rejected]
     for move in history.moves:

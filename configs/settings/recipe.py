@@ -85,7 +85,7 @@ class Publish(Section):
     """What a model that passes becomes. auto: the champion; manual: the candidate, until a person
     promotes or rejects it (docs/publishing.md)."""
     approval_days: PositiveFloat = setting(
-        14.0, not_in_key="destination", needs="promote == manual"
+        14.0, not_in_key="destination", needs="promote == manual", le=36_525
     )
     """Days that a candidate awaits approval; the next run of its recipe asks anew."""
     keep_versions: PositiveInt | None = setting(None, not_in_key="destination")

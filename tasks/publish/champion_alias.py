@@ -61,8 +61,8 @@ class History:
 
     #: {version, key_without_champion, why, at, token}, and `by` if a person moved it.
     moves: Sequence[Entry] = ()
-    #: {version, key_without_champion, champion, bound, until, hub, at, token}: the champion then,
-    #: whether the verdict holds for it alone; `rejected`: {by, why, at, token}.
+    #: {version, key_without_champion, champion, bound, until, hub, forced, at, token}: the champion
+    #: then, whether the verdict holds for it alone; `rejected`: {by, why, at, token}.
     candidates: Sequence[Entry] = ()
 
     @property
@@ -95,8 +95,8 @@ class History:
             return in_words(candidate)
         if (move := next((m for m in self.moves if m["version"] == version), None)) is not None:
             return f"{version} was promoted by {move.get('by', 'a run')}: {move['why']}"
-        if candidate != (newest := self.candidates[-1]):
-            return f"{version} was replaced by the candidate {newest['version']}"
+        if version != (newest := self.candidates[-1]["version"]):
+            return f"{version} was replaced by the candidate {newest}"
         if candidate["bound"] and compared != self.champion:
             return (
                 f"{version} was compared with {compared or 'no champion'}, and {self.champion} is "

@@ -196,7 +196,7 @@ def register(
             registered["is_new"] = False
             with _warning("the alias is not mended"):
                 registry.mend_alias()
-        elif recipe.publish.promote == "manual":
+        elif recipe.publish.promote == "manual" or registry.history().rejection(version.model):
             registered |= _propose(model, version, published, start)
         else:
             _promote(model, version, published, start)
@@ -257,6 +257,7 @@ def _propose(
         expected=expected,
         bound=start is not None or needs_champion(settings.gate),
         hub=None if settings.hub is None else settings.hub.model_dump(),
+        forced=published.summary["forced"],
     )
     status = "rejected" if "rejected" in candidate else "awaiting"
     return {"candidate": candidate, "is_new": is_new, "status": status, "why": in_words(candidate)}
@@ -279,13 +280,15 @@ def approve(registry: Registry, which: str, by: str, why: str) -> Version:
         which: its version, or `candidate`.
         by: the person.
 
-    Raises:
-        Refused: it does not wait, or its gate compared it with another champion.
-        AliasNotWritten: it is the champion, but the alias could not be written.
+    Raises Refused if it does not wait, or its gate compared it with another champion.
     """
-    version = registry.approve(which, by, why)
-    candidate = registry.history().candidate(version.name)
-    if candidate is not None and candidate["hub"] is not None:
+    candidate = registry.history().awaiting(which)
+    version = registry.version(candidate["version"])
+    try:
+        registry.approve(version.name, by, why)
+    except AliasNotWritten as error:  # it holds: a second approval is refused
+        log.warning("publish: %s", error)
+    if candidate["hub"] is not None:
         _pushed(Hub(**candidate["hub"]), registry, version)
     return version
 

@@ -109,6 +109,7 @@ def test_a_value_that_is_no_yaml_is_not_printed(here: Here) -> None:
         (["run", "digits", "-x"], "run: -x: no such option (see kiln run -h)"),
         (["run", "digits", "--until"], "'--until' requires an argument"),
         (["run"], "run: RECIPE is missing (see kiln run -h)"),
+        (["reject", "a", "v1"], "reject: --reason is missing (see kiln reject -h)"),
         (["rum", "digits"], "No such command 'rum'. Did you mean 'run'"),
         (["gc", "--days", "x"], "gc: --days: Input should be a valid number"),
         (["recipes", "-o", "name=x"], "recipes: -o needs a recipe: kiln recipes NAME"),

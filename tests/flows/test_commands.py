@@ -1,5 +1,6 @@
 """The output of every short command of `kiln`, with and without a terminal."""
 
+import getpass
 import json
 import re
 import shlex
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import typer
@@ -150,6 +152,8 @@ def test_a_person_decides_on_a_candidate_and_the_history_names_the_login(
     assert [move["by"] for move in told["history"]] == ["anna"]
     assert told["candidates"][1]["rejected"].keys() == {"by", "why", "at"}
     assert "v2 was rejected by ben" in here("promote", "tiny", "candidate", *stored, code=2)
+    monkeypatch.setattr(getpass, "getuser", MagicMock(side_effect=KeyError("uid")))
+    assert "--by NAME" in here("promote", "tiny", "v1", *stored, code=2)
 
 
 def test_a_closed_stdout_is_open_for_the_processes_of_a_run() -> None:

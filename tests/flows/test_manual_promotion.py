@@ -4,20 +4,23 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.parse import unquote
 
 import pytest
 from picture_server import picture
-from prefect.exceptions import ObjectNotFound
-from reused_runs import commit, published_by, publishing, run_of_digits
+from prefect.exceptions import ObjectNotFound, ParameterTypeError
+from reused_runs import commit, published_by, publishing, reused, run_of_digits
 
 from artifacts.store import KeyParts
 from configs.settings.recipe import Hub
 from flows import finetune
 from flows.decide import decide
 from flows.run import Run
+from flows.store_commands import show_history
 from tasks.panels import Facts, Table, to_markdown
 from tasks.publish import stage as publish
+from tasks.publish.champion_alias import ChampionAlias
 from tasks.publish.register import approve, register, show_candidate
 from tasks.publish.registry import Registry, Version
 
@@ -43,13 +46,16 @@ def test_a_model_awaits_approval_and_is_announced_once(run: Run) -> None:
     assert again["champion"]["version"] == "v1"
 
 
-def test_a_run_of_a_rejected_model_says_by_whom(run: Run) -> None:
+@pytest.mark.parametrize("promote", ["manual", "auto"])
+def test_a_run_of_a_rejected_model_says_by_whom(run: Run, promote: str) -> None:
     results, registry = published_by(run), publish.registry_of(run.recipe)
     register(run.recipe, run.base, run.store, results, {})
     registry.reject("candidate", "anna", "too thin")
+    run = publishing(run, promote=promote)
     again = register(run.recipe, run.base, run.store, results, {})
     assert (again["status"], again["is_new"]) == ("rejected", False)
     assert again["why"] == "v1 was rejected by anna: too thin"
+    assert registry.champion() is None
 
 
 def test_an_expired_candidate_is_asked_for_by_the_next_run(run: Run) -> None:
@@ -57,6 +63,19 @@ def test_an_expired_candidate_is_asked_for_by_the_next_run(run: Run) -> None:
     results = published_by(run)
     for _ in range(2):
         assert register(run.recipe, run.base, run.store, results, {})["is_new"]
+
+
+def test_the_history_names_why_a_candidate_was_forced(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = publish.registry_of(run.recipe)
+    draft = run.store.draft(KeyParts("publish", 1, {"force": "a demonstration"}, {}))
+    draft.write("report.html", b"")
+    forced = reused(draft.commit({"forced": "a demonstration"}, {}))
+    register(run.recipe, run.base, run.store, [*published_by(run)[:-1], forced], {})
+    approve(registry, "candidate", "anna", "")
+    show_history(registry.store.url, registry.name)
+    assert "00:00, forced: a demonstration\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -96,6 +115,22 @@ def test_a_candidate_is_pushed_to_the_hub_when_it_is_approved(
     assert not pushed
     approve(publish.registry_of(run.recipe), "v1", "anna", "")
     assert pushed == ["v1 someone/digits True"]
+
+
+def test_an_approval_holds_although_the_alias_could_not_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second approval would be refused, and nothing told of the first."""
+    registry = publish.registry_of(run.recipe)
+    register(run.recipe, run.base, run.store, published_by(run), {})
+    monkeypatch.setattr(ChampionAlias, "follow", MagicMock(side_effect=OSError("disk")))
+    assert approve(registry, "candidate", "anna", "").name == "v1"
+    assert registry.history().champion == "v1" and "promote v1 again" in caplog.text
+
+
+def test_a_decision_names_who_makes_it() -> None:
+    with pytest.raises(ParameterTypeError, match="by: String should match"):
+        decide("digits", "promote", by=" ")
 
 
 @pytest.mark.slow
@@ -191,6 +226,8 @@ def test_the_event_has_the_links_to_page_and_form(
         return
     place, _, filled = payload["form"].partition("?parameters=")
     assert place == "http://ui.example/deployments/deployment/number-of-decide/candidate/run"
+    of_team = finetune._form(Registry(registry.store.url, "vision/digits"), "v2")
+    assert of_team is not None and "/number-of-decide/candidate-vision/run?" in of_team
     given = {"model": "digits", "version": "v2", "registry": registry.store.url}
     assert json.loads(unquote(filled)) == given
     assert (payload["version"], payload["champion"]) == ("v2", "v1")

@@ -114,6 +114,9 @@ def test_an_expired_candidate_is_asked_for_anew(registry: tuple[Store, Registry]
         found.approve("candidate", "anna", "")
     assert found.history().waiting is None
     propose(store, found, 1)
+    history = found.history()
+    expired, waiting = map(history.outcome, history.candidates)
+    assert str(expired).startswith("v1 expired on ") and waiting is None
     assert found.approve("candidate", "anna", "").name == "v1"
 
 
