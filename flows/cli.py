@@ -215,9 +215,7 @@ def promote(
     name: Name,
     version: Annotated[
         str,
-        typer.Argument(
-            help="`candidate`: the version that awaits approval; or any version, such as v2."
-        ),
+        typer.Argument(help="The version, such as v2; `candidate`: the one that awaits approval."),
     ],
     by: By = None,
     reason: Annotated[str, typer.Option("--reason", help="Why; the history names it.")] = "",
@@ -226,7 +224,7 @@ def promote(
 ) -> None:
     """Make a published version the champion.
 
-    A candidate is refused if another champion came since its gate compared it. A version like v2 is
+    A candidate is refused if another champion came since its gate compared it. Any other version is
     promoted whatever its gate compared it with.
     """
     from tasks.publish.champion_alias import CANDIDATE
@@ -234,7 +232,8 @@ def promote(
     from tasks.publish.registry import Registry
 
     models, who = Registry(_registry_of(store, registry), name), _who(by)
-    if version == CANDIDATE:
+    waiting = models.history().waiting
+    if version in (CANDIDATE, waiting and waiting["version"]):
         champion = approve(models, version, who, reason)
     else:
         champion = models.promote(version, reason or "promoted", by=who)

@@ -34,7 +34,6 @@ from configs.settings.recipe import STAGES, Recipe
 from flows.command_errors import error_as_json, import_prefect
 from tasks import progress
 from tasks.build_or_reuse import GRID, REPORT
-from tasks.publish.champion_alias import CANDIDATE
 
 
 def start_server() -> None:
@@ -183,7 +182,7 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
     kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
     place = _place(recipe.store, recipe.publish.registry)
     if report["status"] == "awaiting":
-        decided = [recipe.publish.name, CANDIDATE, *place]
+        decided = [recipe.publish.name, report["candidate"]["version"], *place]
         yield f"next:      {shlex.join([kiln, 'promote', *decided])}   # makes it the champion"
         yield f"           {shlex.join([kiln, 'reject', *decided, '--reason', 'TEXT'])}"
     if report["status"] != "published":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from artifacts.store import Store
-from configs.checks import enter
+from configs.checks import Check, enter, note
 from configs.errors import Away, Refused
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
@@ -21,6 +21,7 @@ from tasks.plan.plan import TrainingPlan, open_configs
 from tasks.plan.tpu import SlicePlan, plan_slice_training
 from tasks.preflight import Doors
 from tasks.progress import bytes_in_words, gib, hours_in_words
+from tasks.publish.promotion_gate import check_prompts
 
 
 def gpu_facts(plan: GpuPlan | StoredPlan, parameters: int, checkpoint_bytes: int) -> dict[str, Any]:
@@ -211,7 +212,9 @@ def show_plan(
     """
     doors = Doors(recipe, ("train",), fetch=False)
     store = Store(recipe.store)
-    enter([*doors.settings(), doors.gate_power(store if store.is_local else None)])
+    gate = check_prompts(recipe.publish.gate, recipe.evaluate)
+    refused = Check("prompts of the gate", lambda: map(note, gate))
+    enter([*doors.settings(), refused, doors.gate_power(store if store.is_local else None)])
     if gpu is None:
         if topology is None:
             if recipe.tpu is None:

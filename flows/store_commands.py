@@ -473,7 +473,8 @@ def show_history(url: str, name: str, *, as_json: bool = False) -> None:
     for at, version, why in sorted(lines, key=lambda line: line[0]):
         print(f"{at}  {version:5} {why}")
     if history.waiting is not None:
-        print(f"{history.waiting['version']} awaits approval: kiln promote {name} candidate")
+        version = history.waiting["version"]
+        print(f"{version} awaits approval: kiln promote {name} {version}")
 
 
 def _parts(entry: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
     allowed = sign * (value - factor * value - offset)  # to lose
     gap = gained + allowed
     if allowed > 0:
-        words, gap = "lost a tenth of what it may", (1.0 - HARMLESS) * allowed
+        words, gap = "lost a tenth of what the rule allows", (1.0 - HARMLESS) * allowed
     return Difference(words, gap, between, within) if gap > 0 and between + within > 0 else None
 
 
@@ -206,7 +206,7 @@ def _of_drawn(rule: Rule, difference: Difference, settings: Evaluate) -> str | N
 
     rounds = most_rounds(settings)
     looks = looks_of(rule, settings, rounds)
-    if chance(looks) >= ENOUGH:
+    if chance(looks) >= ENOUGH or 1 < looks[-1].prompts < LEAST_PROMPTS:  # these are refused
         return None
     named = " and ".join(f"evaluate.prompts.{n}" for n in sets_of_metric(rule.metric, settings))
     first = looks[0].prompts
@@ -214,7 +214,11 @@ def _of_drawn(rule: Rule, difference: Difference, settings: Evaluate) -> str | N
     counts = range(max(LEAST_PROMPTS, first + 1), MOST_PROMPTS)
     more = range(rounds + 1, 1 + MOST_ROUNDS)
     enough = (n for n in counts if chance([_with_prompts(n / first, k) for k in looks]) >= ENOUGH)
-    remedies = [f"list {count} prompts in {named}" for count in islice(enough, 1)]
+    each = "" if looks[-1].prompts == first else " for each round (prompts_per_round)"
+    remedies = [
+        f"list {count} prompts{each} in {named}, with as many pictures of each"
+        for count in islice(enough, 1)
+    ]
     enough = (n for n in more if chance(looks_of(rule, settings, n)) >= ENOUGH)
     remedies += [f"set evaluate.max_pictures to {drawn * n}" for n in islice(enough, 1)]
     what = f"{looks[-1].pictures} pictures of {looks[-1].prompts} prompts"
@@ -244,6 +248,6 @@ def _of_held_out(rule: Rule, difference: Difference, pictures: int) -> str | Non
 
 def _told(what: str, difference: Difference, share: str, remedy: str) -> str:
     return (
-        f"{what} decide it in {share} of the runs of a model that {difference.model}: "
+        f"a model that {difference.model} would pass in {share} of its runs, with {what}: "
         f"{remedy or 'no number of them is enough: change the rule'}"
     )

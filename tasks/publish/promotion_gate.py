@@ -172,10 +172,12 @@ def is_of_drawn(rule: Rule) -> bool:
 def at_look(rule: Rule, look: int) -> Rule:
     """The rule with the level of one of several looks; 0 is the only one.
 
-    Look k spends 1 / 2^k of the error. The sum over all looks is at most the rule's own error
-    (Bonferroni's inequality), however many looks follow and whatever decides on them.
+    Look k spends 1 / (k (k + 1)) of the error. The sum over all looks is at most the rule's own
+    error (Bonferroni's inequality), however many looks follow and whatever decides on them.
     """
-    return rule if rule.level is None else replace(rule, level=1 - (1 - rule.level) / 2**look)
+    if rule.level is None or look == 0:
+        return rule
+    return replace(rule, level=1 - (1 - rule.level) / (look * (look + 1)))
 
 
 def is_undecided(verdicts: Sequence[Verdict]) -> bool:

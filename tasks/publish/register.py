@@ -355,7 +355,7 @@ def show_candidate(registry: Registry, candidate: Entry, form: str | None) -> li
         facts["published in spite of a failed gate"] = forced
     panels: list[Panel] = [Facts("Candidate", facts)]
     if state is None:
-        place = f"candidate --registry {registry.store.url}"
+        place = f"{name} --registry {registry.store.url}"
         commands = {
             "to promote it": f"kiln promote {registry.name} {place}",
             "to reject it": f"kiln reject {registry.name} {place} --reason TEXT",

@@ -239,7 +239,7 @@ def test_a_gate_and_prompts_that_a_run_refuses_are_problems(
     ("prompts", "level", "line"),
     [
         (2, "problem", "± 12.7 standard errors wide with 2 prompts (± 2.4 with 8): list 5 or more"),
-        (5, "note", "decide it in about 46% of the runs of a model that lost a tenth of what it"),
+        (5, "note", "lost a tenth of what the rule allows would pass in about 46% of its runs"),
     ],
     ids=["refused", "told"],
 )

@@ -90,9 +90,9 @@ def test_a_candidate_comes_with_the_commands_that_decide(monkeypatch: pytest.Mon
     assert list(closing_lines(found))[-3] == f"awaiting: {why}"
     promote, reject = next_of(found, store="elsewhere")
     assert promote.split("#")[0].split() == [
-        *("next:", "kiln", "promote", "digits", "candidate", "--store", "elsewhere")
+        *("next:", "kiln", "promote", "digits", "v2", "--store", "elsewhere")
     ]
-    assert reject.endswith("kiln reject digits candidate --store elsewhere --reason TEXT")
+    assert reject.endswith("kiln reject digits v2 --store elsewhere --reason TEXT")
     rejected = report("rejected", candidate={"version": "v2"}, why="v2 was rejected by anna: thin")
     assert list(closing_lines(rejected))[-3] == "rejected: v2 was rejected by anna: thin"
     assert next_of(rejected) == []

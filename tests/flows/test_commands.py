@@ -142,7 +142,7 @@ def test_a_person_decides_on_a_candidate_and_the_history_names_the_login(
     assert "tiny v1" in here("ls", *stored) and "candidate" in here("ls", *stored)
     said = here("history", "tiny", *stored)
     assert "v1    candidate until " in said and "v1 awaits approval" in said.splitlines()[-1]
-    assert here("promote", "tiny", "candidate", *stored).startswith("tiny: v1 is the champion")
+    assert here("promote", "tiny", "v1", *stored).startswith("tiny: v1 is the champion")
     propose("encode")
     reject = ["reject", "tiny", "candidate", "--reason", "too thin", "--by", "ben", *stored]
     assert here(*reject) == "tiny: v2 is rejected; the champion stays\n"

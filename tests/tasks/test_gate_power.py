@@ -13,6 +13,7 @@ from artifacts.records import Damaged
 from artifacts.store import KeyParts, Store
 from bench import gate_power as simulated
 from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, leveled_rules, share
+from configs.errors import Refused
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from flows.run import check_gate_rules
@@ -99,11 +100,14 @@ def test_the_probability_is_the_share_of_simulated_models(
 def test_an_undecidable_rule_is_told_with_numbers_that_are_enough() -> None:
     (line,) = undecidable(with_old(5, 2), {})
     assert line == (
-        f"gate rule {OLD!r}: 10 pictures of 5 prompts decide it in about 66% of the runs of a "
-        "model that lost a tenth of what it may: list 9 prompts in evaluate.prompts.old"
+        f"gate rule {OLD!r}: a model that lost a tenth of what the rule allows would pass in about "
+        "66% of its runs, with 10 pictures of 5 prompts: list 9 prompts in evaluate.prompts.old, "
+        "with as many pictures of each"
     )
     (line,) = undecidable(with_old(5, 2, 40), {})
-    assert "40 pictures of 5 prompts decide it in at least 48%" in line, "by the levels of looks"
+    assert "pass in at least 48% of its runs, with 40 pictures of 5 prompts" in line, (
+        "by the levels of looks"
+    )
     assert [*undecidable(with_old(8, 2), {})] != [] and [*undecidable(with_old(9, 2), {})] == []
 
 
@@ -122,7 +126,7 @@ def test_more_rounds_are_advised_where_they_bring_more_prompts() -> None:
 @pytest.mark.parametrize(
     ("rule", "held_out", "told"),
     [
-        ("holdout_loss < base at 95%", 8, "8 held-out pictures .* gained 2%: hold back 16 "),
+        ("holdout_loss < base at 95%", 8, "gained 2% .* 8 held-out pictures: hold back 16 "),
         ("holdout_loss < base at 95%", 16, None),
         ("holdout_loss <= champion * 1.02 at 95%", 8, "lost a tenth .* hold back 21 "),
         ("holdout_loss < base", 8, None),
@@ -216,7 +220,9 @@ def test_a_plan_tells_it_too(
     monkeypatch.setattr("flows.show_plan.open_configs", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         show_plan(with_old(5, 2), None, "24GB", search=False, as_json=False)
-    assert "10 pictures of 5 prompts decide it" in caplog.text
+    assert "with 10 pictures of 5 prompts" in caplog.text
+    with pytest.raises(Refused, match=r"12\.7 standard errors wide with 2 prompts"):
+        show_plan(with_old(2, 4), None, "24GB", search=False, as_json=False)
 
 
 def test_the_bench_has_a_row_for_recipes_with_equal_rules(
