@@ -115,7 +115,8 @@ def name_run(model: str) -> None:
     if not (tags := team_tags(model)) or context is None or context.flow_run is None:
         return
     run = context.flow_run
-    run.name = f"{runtime.flow_run.flow_name} {model}"
+    if model not in run.name:  # of a recipe
+        run.name = f"{runtime.flow_run.flow_name} {model}"
     run.tags = sorted({*run.tags, *tags})
     with get_client(sync_client=True) as client:
         client.update_flow_run(run.id, name=run.name, tags=run.tags)

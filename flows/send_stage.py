@@ -67,10 +67,11 @@ def check_deployments(place: Place, stages: Sequence[StageName]) -> None:
                     "run `kiln place RECIPE`"
                 ) from None
             if deployed != CODE:
+                has = deployed or "of an earlier checkout"
                 raise Refused(
-                    f"place.{stage}: {deployment_of(pool)} has code {deployed}, and this is code "
-                    f"{CODE} (`kiln --version`): run that version, or `kiln place RECIPE` for the "
-                    "code of the pool's workers"
+                    f"place.{stage}: {deployment_of(pool)} has code {has}, and this is code {CODE} "
+                    "(`kiln --version`): run that version, or `kiln place RECIPE` for the code of "
+                    "the pool's workers"
                 )
 
 
