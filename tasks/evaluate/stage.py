@@ -58,10 +58,10 @@ def settings_for_key(recipe: Recipe, rounds: int = 1) -> dict[str, Any]:
 
 
 def measured_by(recipe: Recipe) -> dict[str, Any]:
-    """The base, and the models that measure pictures, as the recipe names them."""
-    settings = recipe.evaluate.model_dump(
-        mode="json", include={"clip", "image_encoder", "inception"}
-    )
+    """The base, the sampler, and the models that measure pictures, as the recipe names them."""
+    sampler = {"num_inference_steps", "guidance_scale", "height", "width"}
+    models = {"clip", "image_encoder", "inception"}
+    settings = recipe.evaluate.model_dump(mode="json", include=models | sampler)
     return {"model": recipe.model.model_dump(mode="json"), **settings}
 
 
