@@ -130,7 +130,7 @@ def test_an_approval_holds_although_the_alias_could_not_be_written(
 
 def test_a_decision_names_who_makes_it() -> None:
     with pytest.raises(ParameterTypeError, match="by: String should match"):
-        decide("digits", "promote", by=" ")
+        decide.validate_parameters({"model": "digits", "decision": "promote", "by": " "})
 
 
 @pytest.mark.slow
