@@ -33,8 +33,8 @@ from runtimes.detect_hardware import collect_garbage_rarely
 
 FAILED = 1
 WRONG_INPUT = 2
-#: Report status -> exit code, of a model that is not the champion.
-NOT_PUBLISHED = {"rejected": 3, "undecided": 4, "awaiting": 5}
+#: Status of a report -> exit code, of a model that is not the champion.
+EXIT_CODES = {"rejected": 3, "undecided": 4, "awaiting": 5}
 INTERRUPTED = 130
 
 
@@ -351,8 +351,8 @@ def _run(
     from flows.run_in_terminal import run
 
     report = run(flow, recipe=recipe, overrides=overrides, as_json=as_json, **options)
-    if report["status"] in NOT_PUBLISHED:
-        raise typer.Exit(NOT_PUBLISHED[report["status"]])
+    if report["status"] in EXIT_CODES:
+        raise typer.Exit(EXIT_CODES[report["status"]])
 
 
 @app.command()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -29,7 +28,6 @@ from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
 from tasks.build_or_reuse import Builder, Stage, StageResult, storing
-from tasks.evaluate.distances import Estimates
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.metrics import metric_names, most_rounds
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
@@ -127,9 +125,7 @@ def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     known = metric_names(recipe, held_out=count)
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
     if count:
-        evaluated: Mapping[str, Estimates] = {}
-        with suppress(OSError, ValueError):  # a warning needs no whole evaluation
-            evaluated = newest_estimates(recipe, Store(recipe.store))
+        evaluated = newest_estimates(recipe, Store(recipe.store))
         for line in undecidable(recipe, evaluated, held_out=count):
             log.warning("%s", line)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shlex
 import shutil
@@ -154,13 +153,6 @@ def closing_lines(report: dict[str, Any]) -> Iterator[str]:
     elif report["status"] in ("rejected", "undecided"):
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         yield f"{report['status']} by the gate: {'; '.join(failed)}"
-        from tasks.publish.promotion_gate import is_of_drawn, parse_rule
-
-        undecided = [rule for rule in report["gate"] if rule.get("undecided")]
-        are_drawn = all(is_of_drawn(parse_rule(rule["rule"])) for rule in undecided)
-        more = max((rule["more"] or math.inf for rule in undecided), default=math.inf)
-        if report["status"] == "undecided" and are_drawn and more < math.inf:
-            yield f"           about {more:,} more pictures would do: raise evaluate.max_pictures"
         yield f"verdict:   {report['verdict']['uri']}"
         yield f"pictures:  {report['stages']['evaluate']['uri']}/{GRID}"
     elif report["status"] == "unchanged":

@@ -212,9 +212,9 @@ def show_plan(
     """
     doors = Doors(recipe, ("train",), fetch=False)
     store = Store(recipe.store)
-    gate = check_prompts(recipe.publish.gate, recipe.evaluate)
-    refused = Check("prompts of the gate", lambda: map(note, gate))
-    enter([*doors.settings(), refused, doors.gate_power(store if store.is_local else None)])
+    few = check_prompts(recipe.publish.gate, recipe.evaluate)
+    prompts = Check("prompts of the gate", lambda: map(note, few))
+    enter([*doors.settings(), prompts, doors.gate_power(store if store.is_local else None)])
     if gpu is None:
         if topology is None:
             if recipe.tpu is None:

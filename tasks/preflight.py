@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,7 +47,6 @@ from tasks import download, tpu, train
 from tasks.beam import workers
 from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.distances import Estimates
 from tasks.evaluate.features import check_clip, check_image_encoder
 from tasks.evaluate.inception import check_inception, fidelity_folder
 from tasks.evaluate.inputs import MeasuringModels
@@ -115,10 +113,7 @@ class Doors:
         """
 
         def find() -> Iterator[Finding]:
-            evaluated: Mapping[str, Estimates] = {}
-            if store is not None:
-                with suppress(Exception):  # the store's own check tells it
-                    evaluated = newest_estimates(self.recipe, store)
+            evaluated = {} if store is None else newest_estimates(self.recipe, store)
             return map(note, undecidable(self.recipe, evaluated))
 
         return Check("power of the gate", find, remote=store is not None and not store.is_local)

@@ -161,26 +161,29 @@ class ChampionAlias:
         """All changes. Raises Refused if they are damaged."""
         return self._read()[1]
 
-    def change(self, edit: Callable[[History, dict[str, str]], History]) -> None:
+    def change(self, edit: Callable[[History, dict[str, str]], History]) -> History:
         """Replace the history by `edit(history, stamp)`, whoever else changes it at the same time.
 
         An entry that `edit` adds has the stamp, {at, token}. What it raises prevents the change.
+
+        Returns the history after the change.
         """
         stamp = {"at": in_days(0), "token": uuid.uuid4().hex}
+        changed = History()
         while True:
             state, history = self._read()
             if stamp["token"] in history.tokens:  # the answer to the swap was lost
-                return
+                return changed
             changed = edit(history, stamp)
             if changed == history:
-                return
+                return changed
             try:
                 if self._swap(state, changed):
-                    return
+                    return changed
             except Exception:  # any type; the change may be made, and its answer lost
                 if stamp["token"] not in self.history().tokens:
                     raise
-                return
+                return changed
 
     def move(
         self, choose: Callable[[History], tuple[str, str]], why: str, by: str | None = None
@@ -195,23 +198,20 @@ class ChampionAlias:
             AliasNotWritten: the change is made, but the store failed before the alias followed.
         """
 
-        chosen: list[str] = []
-
         def moved(history: History, stamp: dict[str, str]) -> History:
             version, model = choose(history)
-            chosen.append(version)
             if version == history.champion:
                 return history
             entry = {"version": version, MODEL: model, "why": why, **stamp}
             return replace(history, moves=[*history.moves, entry | ({"by": by} if by else {})])
 
-        self.change(moved)
+        version = self.change(moved).champion
         try:
             self.follow()
         except Exception as error:  # stores raise any type
             raise AliasNotWritten(
-                f"{chosen[-1]} is the champion, but {self._alias} could not be written "
-                f"({one_line(error)}): promote {chosen[-1]} again"
+                f"{version} is the champion, but {self._alias} could not be written "
+                f"({one_line(error)}): promote {version} again"
             ) from error
 
     def settle(self) -> History:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -165,19 +166,17 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
 def newest_estimates(recipe: Recipe, store: Store) -> Mapping[str, Estimates]:
     """The metrics of the newest evaluation of the recipe's base by the same models.
 
-    {} without one among the recent evaluations, or if no rule has a level.
-
-    Raises:
-        Damaged: a file of it has another sha256.
-        OSError: the store cannot be read.
+    {} without a readable one among the recent evaluations, or if no rule has a level.
     """
     if all(parse_rule(text).level is None for text in recipe.publish.gate):
         return {}
     wanted = measured_by(recipe)
-    recent = filter(None, recent_artifacts(store, STAGE))
-    keys = (one.key for one in recent if one.summary.get("measured_by") == wanted)
-    newest = next((store.load(STAGE, key) for key in keys), None)
-    return {} if newest is None else read_estimates(newest)
+    with suppress(Exception):  # of an empty store or an unreadable one: a warning has priors
+        recent = filter(None, recent_artifacts(store, STAGE))
+        alike = (one for one in recent if one.summary.get("measured_by") == wanted)
+        newest = store.load(STAGE, next(alike).key)
+        return {} if newest is None else read_estimates(newest)
+    return {}
 
 
 def looks_of(rule: Rule, settings: Evaluate, rounds: int) -> list[Look]:

@@ -299,8 +299,10 @@ def failure(verdict: Verdict) -> str:
         ends = verdict.interval
         decided = f", {verdict.note}" if ends is None else f", value - bound in {_shown(ends)}"
     if verdict.more is not None:
-        kind = "" if is_of_drawn(parse_rule(verdict.rule)) else "held-out "
-        decided += f": about {verdict.more:,} more {kind}pictures would do"
+        kind, setting = "held-out pictures", "evaluate.holdout_samples"
+        if is_of_drawn(parse_rule(verdict.rule)):
+            kind, setting = "pictures", "evaluate.max_pictures"
+        decided += f": about {verdict.more:,} more {kind} would do ({setting})"
     elif verdict.undecided and verdict.interval is not None:
         decided += ": the value is too near to the bound"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"

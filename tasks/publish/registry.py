@@ -237,16 +237,12 @@ class Registry:
         """
         if not why.strip():
             raise Refused(f"{self.name}: a rejection needs a reason: the history names it")
-        rejected: list[str] = []
 
         def reject(history: History, stamp: dict[str, str]) -> History:
-            *others, candidate = *history.candidates, history.awaiting(which)
-            rejected.append(candidate["version"])
-            decided = candidate | {"rejected": {"by": by, "why": why, **stamp}}
-            return replace(history, candidates=[*others[:-1], decided])  # it was the newest
+            decided = history.awaiting(which) | {"rejected": {"by": by, "why": why, **stamp}}
+            return replace(history, candidates=[*history.candidates[:-1], decided])
 
-        self.alias.change(reject)
-        return rejected[-1]
+        return str(self.alias.change(reject).candidates[-1]["version"])  # the newest one waits
 
     def _compared(self, version: str, expected: str | None, history: History) -> Version:
         """A version whose gate compared it with a champion. Raises Away as `promote` does."""

@@ -115,7 +115,7 @@ class Rejected(Failed):
         failed = [promotion_gate.failure(v) for v in verdicts if not v.passed]
         words = "the gate rejected the model: "
         if self.outcome == "undecided":
-            words = "not enough pictures to tell (evaluate.max_pictures): "
+            words = "not enough pictures to tell: "
         super().__init__(words + "; ".join(failed))
 
     @property

@@ -14,7 +14,7 @@ import pytest
 from kiln_command import ROOT, command, environment, run_json
 from prefect_server import shared_server
 
-from flows.cli import NOT_PUBLISHED, main
+from flows.cli import EXIT_CODES, main
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +135,7 @@ def here(
             main()
         said = capsys.readouterr()
         assert (end.value.code or 0) == code, said.out + said.err
-        if code in NOT_PUBLISHED.values():
+        if code in EXIT_CODES.values():
             return said.err + said.out
         return said.out if code == 0 else said.err or said.out
 

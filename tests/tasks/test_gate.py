@@ -185,7 +185,10 @@ def test_so_many_more_pictures_decide() -> None:
 def test_an_undecided_held_out_loss_takes_held_out_pictures() -> None:
     models = {"tuned": {name: of_prompts([1.0, 2.0, 3.0]) for name in ("holdout_loss", "fd")}}
     loss, distance = judge(["holdout_loss < 2.5 at 95%", "fd < 2.5 at 95%"], models, pictures=60)
-    assert loss.more == 68 and "about 68 more held-out pictures would do" in failure(loss)
+    assert (
+        loss.more == 68
+        and "about 68 more held-out pictures would do (evaluate.holdout_samples)" in failure(loss)
+    )
     assert needs_pictures([distance]) and not needs_pictures([distance, loss])
 
 

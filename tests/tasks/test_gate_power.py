@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from artifacts.latent_shards import Latents, ShardRef
-from artifacts.records import Damaged
 from artifacts.store import KeyParts, Store
 from bench import gate_power as simulated
 from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, leveled_rules, share
@@ -190,8 +189,7 @@ def test_a_damaged_evaluation_does_not_end_a_run(tmp_path: Path) -> None:
     evaluated(store, recipe, 1.0, 1)
     (file,) = Path(store.root).glob(f"evaluate/*/{BOOTSTRAP}")
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(Damaged):
-        newest_estimates(recipe, store)
+    assert newest_estimates(recipe, store) == {}
     held_out = ShardRef("", 0, "", {"holdout/64x64": 9})
     check_gate_rules(recipe, Latents({}, [held_out]))
 
