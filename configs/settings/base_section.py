@@ -224,6 +224,8 @@ def _is_met(value: Any, sign: str = "", wanted: str = "") -> bool:
 
 
 def _as_yaml(value: Any) -> str:
+    if isinstance(value, Section):
+        return "{…}"
     return value if isinstance(value, str) else json.dumps(value)
 
 

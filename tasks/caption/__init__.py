@@ -1,0 +1,1 @@
+"""The caption stage: pictures in, captions by a vision-language model out."""
