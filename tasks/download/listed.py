@@ -1,0 +1,114 @@
+"""The list side of a data set: what its source said of each downloaded picture, for SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from artifacts.filesystems import ask_at_once
+from artifacts.image_shards import ADDITIONAL
+from artifacts.records import FileEntry, read_checked
+from artifacts.store import Artifact
+from tasks.download.rows import literal
+
+SIZES = ("width", "height", "original_width", "original_height")
+SCHEMA = pa.schema(
+    [
+        ("tar", pa.string()),
+        ("row", pa.int32()),
+        ("id", pa.binary(32)),
+        ("url", pa.string()),
+        *((size, pa.int32()) for size in SIZES),
+        ("caption", pa.string()),
+        (ADDITIONAL, pa.string()),
+    ]
+)
+#: The host of a URL, without user and port; empty for an embedded picture.
+HOST = r"lower(regexp_extract(url, '^[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]+)', 1))"
+#: Kinds of JSON values -> the type of a column that has no others.
+TYPES = (
+    ({"BIGINT", "UBIGINT"}, "BIGINT"),
+    ({"BIGINT", "UBIGINT", "DOUBLE"}, "DOUBLE"),
+    ({"BOOLEAN"}, "BOOLEAN"),
+)
+
+
+def listed(images: Artifact, db: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyRelation:
+    """One row per entry of the data set, read once into a temporary table of `db`.
+
+    Columns: tar (sha256 hex of the image shard's tar), row (position in it), id (sha256 of the
+    picture, 32 bytes), url (without secrets), host, width, height, original_width, original_height
+    (pixels), caption (the first), caption_length (characters), and the source's
+    `additional_columns` by their names: BIGINT, DOUBLE or BOOLEAN if all values are, else text.
+
+    Raises:
+        Damaged: an image shard's table has other bytes than committed.
+    """
+    rows = pa.RecordBatchReader.from_batches(SCHEMA, _batches(images))
+    db.register("kiln_reader", rows)
+    db.execute("create or replace temp table kiln_listed as from kiln_reader")
+    db.unregister("kiln_reader")
+    own = ["tar", "row", "id", "url", f"{HOST} as host", *SIZES, "caption"]
+    own.append("length(caption) as caption_length")
+    further = (_typed(db, name) for name in _names(db))
+    return db.sql(f"select {', '.join([*own, *further])} from kiln_listed")
+
+
+def _batches(images: Artifact) -> Iterator[pa.RecordBatch]:
+    """The rows of each image shard with a picture, in the order of the tar."""
+    paths = {entry.path.split(".")[-3]: entry for entry in images.files if _is(entry, ".parquet")}
+    tars = [entry for entry in images.files if _is(entry, ".tar")]
+    tables = [paths[entry.path.split(".")[-3]] for entry in tars]
+    read = partial(_table, images)
+    for tar, table in zip(tars, ask_at_once(images.store.fs, read, tables), strict=True):
+        rows = len(table)
+        ids = [bytes.fromhex(sha256) for sha256 in table["sha256"].to_pylist()]
+        columns = {name: table[name] for name in table.column_names}
+        columns |= {
+            "tar": pa.array([tar.sha256] * rows, pa.string()),
+            "row": pa.array(range(rows), pa.int32()),
+            "id": pa.array(ids, pa.binary(32)),
+            ADDITIONAL: columns.get(ADDITIONAL, pa.nulls(rows, pa.string())),
+        }
+        yield from pa.table([columns[name] for name in SCHEMA.names], SCHEMA).to_batches()
+
+
+def _is(entry: FileEntry, suffix: str) -> bool:
+    return entry.path.endswith(suffix)
+
+
+def _table(images: Artifact, entry: FileEntry) -> pa.Table:
+    data = read_checked(images.store.fs, images.path, entry.path, entry.sha256)
+    table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
+    return table.filter(pc.equal(table["status"], "success"))
+
+
+def _names(db: duckdb.DuckDBPyConnection) -> list[str]:
+    """The further columns, in order of their names."""
+    keys = f"select distinct unnest(json_keys({ADDITIONAL})) as name from kiln_listed order by name"
+    return [name for (name,) in db.execute(keys).fetchall()]
+
+
+def _typed(db: duckdb.DuckDBPyConnection, name: str) -> str:
+    """SQL of a further column, typed by all its values."""
+    value = f"json_extract_string({ADDITIONAL}, {literal(_path(name))})"
+    kinds = f"json_type({ADDITIONAL}, {literal(_path(name))})"
+    found = db.execute(f"select distinct {kinds} from kiln_listed").fetchall()
+    kept = {kind for (kind,) in found if kind not in (None, "NULL")}
+    type_ = next((kind for accepted, kind in TYPES if kept and kept <= accepted), None)
+    quoted = quoted_name(name)
+    return f"{value} as {quoted}" if type_ is None else f"try_cast({value} as {type_}) as {quoted}"
+
+
+def _path(name: str) -> str:
+    return f"$.{quoted_name(name)}"
+
+
+def quoted_name(name: str) -> str:
+    """A column's name as SQL."""
+    return '"' + name.replace('"', '""') + '"'
