@@ -44,9 +44,10 @@ from bench.training_step_workloads import THREADS, Context, run_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
+from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
+from tasks.devices.processes import DevicePool, DeviceProcess
 from tasks.encode.crop_to_bucket import TransformSettings, decode, transform
-from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
-from tasks.encode.encoder_processes import EncoderPool, EncoderProcess, EncodingPlan
+from tasks.encode.encoders import EncodingPlan, encode_request
 
 #: Seconds, and CPU seconds of the process that encodes.
 Times = tuple[float, float]
@@ -128,7 +129,7 @@ def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
     folder = context.folder / name
     model = _write_model(folder / "model")
     tasks = _write_shards(folder / "images", size)
-    encoder = EncodingPlan(_job(model, size), _transform(size)).open().encoder
+    encoder = open_encoder(_job(model, size))
     pixels, captions = _decoded(size)
 
     def bare(folder: Path) -> Times:
@@ -180,7 +181,7 @@ def _compare(
     other: str,
     theirs: Callable[[Path], Times],
     job: EncodeJob,
-    tasks: Sequence[EncodeTask],
+    tasks: Sequence[ShardTask],
     size: Size,
 ) -> Row:
     """The row of the stage against another side that encodes the same pictures."""
@@ -313,16 +314,15 @@ ROWS: dict[str, Callable[..., Row]] = {
 
 
 def _stage(
-    folder: Path, tasks: Sequence[EncodeTask], pool: EncoderPool, job: EncodeJob, size: Size
+    folder: Path, tasks: Sequence[ShardTask], pool: DevicePool, job: EncodeJob, size: Size
 ) -> Times:
     """Seconds and CPU seconds from image shards to committed latent shards in a new store."""
     store = Store(str(folder / "store"))
-    dofn = EncodeShard(
-        store.url, f"{store.root}/reports", EncodingPlan(job, _transform(size)), pool.devices
-    )
+    plan = EncodingPlan(job, _transform(size))
+    dofn = CommitShards(store.url, f"{store.root}/reports", plan, pool.devices)
     dofn.open(lambda: pool)
     since = Meter()
-    shards = encode_shards(tasks, store, dofn, {}, lambda done, total, text: None)
+    shards = commit_shards(tasks, store, dofn, {}, lambda done, total, text: None)
     elapsed = since.elapsed()
     assert sum(sum(shard.meta["groups"].values()) for shard in shards) == len(tasks) * size.pictures
     return elapsed
@@ -336,12 +336,12 @@ def _stand_in_job(size: Size) -> EncodeJob:
     return EncodeJob(NAME, str(size.seconds), batch_size=size.batch, device="cpu")
 
 
-def _pool(job: EncodeJob, size: Size, devices: int = 1) -> EncoderPool:
+def _pool(job: EncodeJob, size: Size, devices: int = 1) -> DevicePool:
     """The stage's encoders, started; a stand-in has a process for each device."""
     plan = EncodingPlan(job, _transform(size))
     if job.runtime != NAME:
-        return EncoderPool(plan)
-    return EncoderPool(plan, devices, partial(EncoderProcess, module="bench.stand_in_encoder"))
+        return DevicePool(plan)
+    return DevicePool(plan, devices, partial(DeviceProcess, module="bench.stand_in_encoder"))
 
 
 def _transform(size: Size) -> TransformSettings:
@@ -380,14 +380,15 @@ def _samples(size: Size, shard: int) -> list[Sample]:
     return samples
 
 
-def _write_shards(folder: Path, size: Size, shards: int | None = None) -> list[EncodeTask]:
+def _write_shards(folder: Path, size: Size, shards: int | None = None) -> list[ShardTask]:
     folder.mkdir()
     tasks = []
     for number in range(shards or size.shards):
         path = folder / f"{number}.tar"
         write_tar(path, _samples(size, number))
+        key = f"{number:064x}"
         sha256 = digest_bytes(path.read_bytes())
-        tasks.append(EncodeTask(f"{number:064x}", str(path), sha256, size.pictures))
+        tasks.append(ShardTask((key,), encode_request(key, str(path), sha256), size.pictures))
     return tasks
 
 

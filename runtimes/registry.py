@@ -2,7 +2,7 @@
 
 The checks find what a runtime supports on this machine: packages, devices, settings, families,
 schedulers. A runtime with an environment of its own is probed in that environment, by a subprocess.
-A machine encodes on the `encoder_devices`: one encoder process for each.
+A machine computes shards on the `devices_of` a stage: one process for each.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def has_own_environment(name: str) -> bool:
     return interpreter(name) != sys.executable
 
 
-def encodes_in_subprocess(job: EncodeJob) -> bool:
-    """Whether the encoders need a subprocess: for another environment, or to release the device.
+def needs_subprocess(name: str, device: str) -> bool:
+    """Whether models need a subprocess: for another environment, or to release the device.
 
     A process that has opened a Gaudi locks it as well.
     """
-    exclusive = spec_of(job.runtime).exclusive or job.device.startswith("hpu")
-    return exclusive or has_own_environment(job.runtime)
+    exclusive = spec_of(name).exclusive or device.startswith("hpu")
+    return exclusive or has_own_environment(name)
 
 
 def spec_of(name: str) -> RuntimeSpec:
@@ -275,33 +275,36 @@ def _query(python: str, *arguments: str) -> dict[str, Any]:
         raise Refused(f"runtime {arguments[1]}: {python} does not answer: {why}") from None
 
 
-def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
-    """Names of the devices, as `encode.device` names them. None of them is opened.
+def devices_of(
+    runtime: str, device: str, processes: int | None, setting: str = "encode.processes"
+) -> list[str]:
+    """Names of a runtime's devices, as `encode.device` names them. None of them is opened.
 
     A runtime that shards batches over all its devices (jax, xla) needs one process.
 
     Args:
-        processes: number of encoder processes; None: one for each accelerator, one on a CPU.
+        processes: number of processes; None: one for each accelerator, one on a CPU.
+        setting: that number's, for errors.
 
     Raises:
         Refused: this machine has fewer accelerators than processes.
     """
-    kind, numbered, _ = job.device.partition(":")
-    accelerator = {"torch": "cuda", "mindspore": "ascend"}.get(job.runtime)
+    kind, numbered, _ = device.partition(":")
+    accelerator = {"torch": "cuda", "mindspore": "ascend"}.get(runtime)
     if kind == "auto" and accelerator is not None:  # as the runtime chooses: see its device.py
         kind = accelerator if _count(accelerator) else "cpu"
     if kind == "cpu":
         return ["cpu"] * (processes or 1)
-    shares_all = spec_of(job.runtime).uses_all_devices
-    devices = [job.device]
+    shares_all = spec_of(runtime).uses_all_devices
+    devices = [device]
     if not numbered and not shares_all:
         devices = [f"{kind}:{number}" for number in range(_count(kind))] or devices
     if processes is not None and processes > len(devices):
-        reason = f"runtime {job.runtime} uses all devices in one" if shares_all else "none is free"
+        reason = f"runtime {runtime} uses all devices in one" if shares_all else "none is free"
         raise Refused(
-            f"device {job.device} is for {len(devices)} of the {processes} "
+            f"device {device} is for {len(devices)} of the {processes} "
             f"processes ({reason}): lower it, or set it to null",
-            setting="encode.processes",
+            setting=setting,
         )
     return devices[:processes]
 

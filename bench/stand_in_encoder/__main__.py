@@ -3,7 +3,7 @@
 import sys
 
 from bench.stand_in_encoder import registered
-from tasks.encode.encoder_processes import serve
+from tasks.devices.processes import serve
 
 with registered():
     serve([int(number) for number in sys.argv[1:]])

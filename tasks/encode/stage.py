@@ -23,8 +23,9 @@ from tasks.build_or_reuse import Stage
 from tasks.code_version import runtime_facts, versions
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
 from tasks.encode import crop_to_bucket
-from tasks.encode.encoder_processes import EncodingPlan, put_encoders
+from tasks.encode.encoders import EncodingPlan, encode_request, put_encoders
 from tasks.encode.near_duplicates import (
+    ImageShard,
     copies_facts,
     copies_of_held_out,
     image_shards,
@@ -34,7 +35,7 @@ from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
 
 if TYPE_CHECKING:
-    from tasks.encode.encode_on_beam import EncodeTask
+    from tasks.devices.commit_shards import ShardTask
 
 log = logging.getLogger("kiln")
 #: A rule of thumb: metrics against fewer held-out pictures have wide intervals.
@@ -141,7 +142,7 @@ class EncodeStage(Stage):
         """
         # Beam takes seconds to import, which a reused artifact does not need.
         with quiet_import():
-            from tasks.encode.encode_on_beam import EncodeShard, encode_shards
+            from tasks.devices.commit_shards import CommitShards, commit_shards
 
         chosen = self.recipe.encode
         settings = crop_to_bucket.TransformSettings.of(self.recipe)
@@ -161,21 +162,23 @@ class EncodeStage(Stage):
         options = beam_options(self.recipe, "encode")
         is_remote = workers_of(options) is Workers.REMOTE
         copy = put_encoders(store, self.base) if is_remote else None
-        plan = EncodingPlan(job, settings)
-        dofn = EncodeShard(store.url, reports, plan, chosen.processes, copy)
-        return encode_shards(tasks, store, dofn, options, progress)
+        plan = EncodingPlan(job, settings, copy=copy)
+        dofn = CommitShards(store.url, reports, plan, chosen.processes)
+        return commit_shards(tasks, store, dofn, options, progress)
 
-    def _tasks(self, settings: crop_to_bucket.TransformSettings) -> list[EncodeTask]:
+    def _tasks(self, settings: crop_to_bucket.TransformSettings) -> list[ShardTask]:
         """What to encode, once for image shards with equal bytes."""
-        from tasks.encode.encode_on_beam import EncodeTask
+        from tasks.devices.commit_shards import ShardTask
 
         digest = self.base.digest_encoders()
         tasks = {}
         for entry in self.images.files:
             if entry.path.endswith(".tar"):
                 key = crop_to_bucket.shard_key(entry.sha256, digest, self.recipe.encode, settings)
-                tar = self.images.url(entry.path)
-                tasks[key] = EncodeTask(key, tar, entry.sha256, entry.meta["samples"])
+                image = ImageShard(self.images.url(entry.path), entry.sha256, settings.max_pixels)
+                thumbnails = image.key if settings.holdout else None
+                request = encode_request(key, image.tar, image.sha256, thumbnails)
+                tasks[key] = ShardTask((key,), request, entry.meta["samples"])
         return list(tasks.values())
 
     def check(self, summary: dict[str, Any]) -> None:

@@ -171,7 +171,7 @@ def _encode(folder: Path, model: Path) -> str:
     draft = store.draft(KeyParts("encode", 1, {}, {}))
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.encode.encoder_processes.open_encoder", Drawn)
+        patch.setattr("tasks.encode.encoders.open_encoder", Drawn)
         stage = EncodeStage(recipe, found, Base.open(model))
         draft.commit(stage.build(draft, Progress("encode")), {})
     return draft.uri

@@ -21,25 +21,26 @@ from configs.errors import Away, Failed, Refused
 from runtimes import registry as devices
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
-from runtimes.registry import encoder_devices, interpreter
+from runtimes.registry import devices_of, interpreter
 from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks.child_process import ProcessLost
-from tasks.encode.encoder_processes import EncoderProcess, EncodingPlan
+from tasks.devices.processes import DeviceProcess
+from tasks.encode.encoders import EncodingPlan, encode_request
 
 CAPTIONS = ["a red cat", "", "a dog"]
 
 
-def start() -> EncoderProcess:
+def start() -> DeviceProcess:
     """A process whose encoders return zeros: it starts without PyTorch."""
     plan = EncodingPlan(EncodeJob(NAME, "0.0", batch_size=4, device="cpu"), SQUARE)
     with registered():
-        process = EncoderProcess(plan, module="bench.stand_in_encoder")
+        process = DeviceProcess(plan, module="bench.stand_in_encoder")
     process.wait()
     return process
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[EncoderProcess]:
+def process() -> Iterator[DeviceProcess]:
     """Shared by the tests; the last one kills it."""
     started = start()
     yield started
@@ -62,24 +63,26 @@ def tar(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_an_error_of_a_shard_ends_no_process(
-    process: EncoderProcess, tar: tuple[str, str], tmp_path: Path
+    process: DeviceProcess, tar: tuple[str, str], tmp_path: Path
 ) -> None:
-    path, encode = f"{tmp_path}/out.safetensors", process.slots[0]
-    assert encode(*tar, path)["groups"] == {"train/8x8": 6}
+    encode = process.slots[0]
+    folder = str(tmp_path)
+    facts = encode(encode_request("key", *tar), folder)
+    assert facts["key"]["groups"] == {"train/8x8": 6}
     with pytest.raises(Damaged, match=r"shard\.tar is damaged"):
-        encode(tar[0], "0" * 64, path)
+        encode(encode_request("key", tar[0], "0" * 64), folder)
     Path(tar[0]).write_bytes(b"no tar" * 1000)
     with pytest.raises(Failed, match=r"ValueError: .*not a readable tar"):
-        encode(tar[0], digest_bytes(b"no tar" * 1000), path)
+        encode(encode_request("key", tar[0], digest_bytes(b"no tar" * 1000)), folder)
     with pytest.raises(Failed, match="FileNotFoundError"):
-        encode(f"{tmp_path}/absent.tar", tar[1], path)
+        encode(encode_request("key", f"{folder}/absent.tar", tar[1]), folder)
 
 
 @pytest.mark.slow
 def test_an_outage_of_the_store_has_its_type(s3_away: None, tmp_path: Path) -> None:
     process = start()
     with pytest.raises(Away, match=r"^s3://shards cannot be used now \(Could not connect"):
-        process.slots[0]("s3://shards/shard.tar", "0" * 64, f"{tmp_path}/out.safetensors")
+        process.slots[0](encode_request("key", "s3://shards/shard.tar", "0" * 64), str(tmp_path))
     process.process.close()
 
 
@@ -87,8 +90,8 @@ def test_an_outage_of_the_store_has_its_type(s3_away: None, tmp_path: Path) -> N
 def test_a_process_ends_when_its_client_does_even_while_it_reads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endless.tar")
     process = start()
-    request = {"tar": f"{tmp_path}/endless.tar", "sha256": "", "path": ""}
-    process.process.send(json.dumps(request).encode(), 1)
+    request = encode_request("key", f"{tmp_path}/endless.tar", "")
+    process.process.send(json.dumps({"request": request, "folder": ""}).encode(), 1)
     writer = os.open(tmp_path / "endless.tar", os.O_WRONLY)  # returns once the process reads
     assert process.process.close() == 0
     os.close(writer)
@@ -96,18 +99,18 @@ def test_a_process_ends_when_its_client_does_even_while_it_reads(tmp_path: Path)
 
 @pytest.mark.slow
 def test_every_slot_of_a_dead_process_is_lost(
-    process: EncoderProcess, tar: tuple[str, str], tmp_path: Path
+    process: DeviceProcess, tar: tuple[str, str], tmp_path: Path
 ) -> None:
     os.kill(process.process.pid, signal.SIGKILL)
     for encode in process.slots:
-        with pytest.raises(ProcessLost, match=r"^the encoder process ended with -9: "):
-            encode(*tar, f"{tmp_path}/out.safetensors")
+        with pytest.raises(ProcessLost, match=r"^the encode process ended with -9: "):
+            encode(encode_request("key", *tar), str(tmp_path))
 
 
 @pytest.mark.slow
 def test_a_wrong_model_is_wrong_input(tmp_path: Path) -> None:
     job = EncodeJob("torch", str(tmp_path), device="cpu")
-    process = EncoderProcess(EncodingPlan(job, SQUARE))
+    process = DeviceProcess(EncodingPlan(job, SQUARE))
     with pytest.raises(Refused, match=r"model_index\.json"):
         process.wait()
     process.process.close()
@@ -182,7 +185,7 @@ def test_every_accelerator_has_an_encoder_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(devices, "_count", lambda kind: present.get(kind, 0))
 
     def of(runtime: str, device: str, processes: int | None = None) -> list[str]:
-        return encoder_devices(EncodeJob(runtime, "", device=device), processes)
+        return devices_of(runtime, device, processes)
 
     assert of("torch", "auto") == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert of("torch", "cuda", 2) == ["cuda:0", "cuda:1"]

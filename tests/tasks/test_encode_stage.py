@@ -30,11 +30,12 @@ from configs.errors import Failed, Refused
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.vae_text_encoders import Encoder
-from tasks.encode import encoder_processes as encode_encoders
+from tasks.devices.commit_shards import CommitShards, ShardTask
+from tasks.devices.processes import DevicePool, Facts
+from tasks.encode import encoders as encode_encoders
 from tasks.encode import stage as encode
 from tasks.encode.crop_to_bucket import TransformSettings
-from tasks.encode.encode_on_beam import EncodeShard, EncodeTask
-from tasks.encode.encoder_processes import EncoderPool, EncodingPlan
+from tasks.encode.encoders import EncodingPlan, encode_request
 from tasks.encode.shard import ShardEncoder
 from tasks.plan.plan import caption_bytes
 
@@ -163,18 +164,22 @@ def test_bytes_do_not_depend_on_the_number_of_processes(make: Callable[..., Arti
     assert digests_of(two) == digests_of(one) and two.digest == one.digest
 
 
-class _Counted(EncoderPool):
+def task_of(key: str, tar: str, sha256: str) -> ShardTask:
+    return ShardTask((key,), encode_request(key, tar, sha256), 7)
+
+
+class _Counted(DevicePool):
     """Records the shards that it encodes, and waits for another pool with its first."""
 
     def __init__(self, plan: EncodingPlan, counted: list[str], together: threading.Barrier) -> None:
         super().__init__(plan)
         self._counted, self._together = counted, together
 
-    def encode(self, tar: str, sha256: str, path: str) -> dict:
+    def compute(self, request: dict, folder: str) -> Facts:
         if not self._counted:
             self._together.wait(60)
-        self._counted.append(sha256)
-        return super().encode(tar, sha256, path)
+        self._counted.append(request["sha256"])
+        return super().compute(request, folder)
 
 
 def test_two_hosts_share_the_shards_and_encode_each_once(
@@ -188,13 +193,13 @@ def test_two_hosts_share_the_shards_and_encode_each_once(
     )
     together, counts = threading.Barrier(2), ([], [])
     tasks = [
-        EncodeTask(f"{number:064}", images.url(entry.path), entry.sha256, 7)
+        task_of(f"{number:064}", images.url(entry.path), entry.sha256)
         for number, entry in enumerate(images.files)
     ]
 
     def host(pool: _Counted) -> None:
         for waits in (False, True):
-            dofn = EncodeShard(recipe.store, f"{recipe.store}/reports", plan, waits=waits)
+            dofn = CommitShards(recipe.store, f"{recipe.store}/reports", plan, waits=waits)
             dofn.open = lambda: pool
             for task in tasks:
                 list(dofn.process(task))
@@ -203,7 +208,7 @@ def test_two_hosts_share_the_shards_and_encode_each_once(
         pools = [_Counted(plan, counted, together) for counted in counts]
         for done in [hosts.submit(host, pool) for pool in pools]:
             done.result()
-    assert sorted(counts[0] + counts[1]) == sorted(task.sha256 for task in tasks)
+    assert sorted(counts[0] + counts[1]) == sorted(task.request["sha256"] for task in tasks)
     assert all(counts), "one host encoded every shard"
     found = [Store(recipe.store).shard("encode", task.key).files[0].sha256 for task in tasks]
     assert sorted(found) == sorted(digests_of(expected).values())
@@ -218,8 +223,8 @@ def test_a_shard_that_another_host_encodes_is_left_to_the_end(
     plan = EncodingPlan(
         EncodeJob("torch", str(tiny_sdxl), batch_size=4, device="cpu"), TransformSettings.of(recipe)
     )
-    dofn = EncodeShard(recipe.store, f"{recipe.store}/reports", plan, waits=False)
-    task = EncodeTask("k" * 64, images.url(entry.path), entry.sha256, 7)
+    dofn = CommitShards(recipe.store, f"{recipe.store}/reports", plan, waits=False)
+    task = task_of("k" * 64, images.url(entry.path), entry.sha256)
     store = Store(recipe.store)
     with store.shard_lock("encode", task.key):
         assert list(dofn.process(task)) == [] and store.shard("encode", task.key) is None

@@ -11,7 +11,7 @@ from artifacts.store import Store
 from configs.errors import Refused
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
-from tasks.encode.encoder_processes import put_encoders
+from tasks.encode.encoders import put_encoders
 
 pytestmark = pytest.mark.slow
 

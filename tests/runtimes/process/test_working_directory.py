@@ -12,8 +12,9 @@ from kiln_command import ROOT
 from runtimes.process.job import EncodeJob
 from runtimes.registry import RUNTIMES, _query, has_own_environment, interpreter
 from tasks.child_process import run_job
+from tasks.devices.processes import DeviceProcess
 from tasks.encode.crop_to_bucket import TransformSettings
-from tasks.encode.encoder_processes import EncoderProcess, EncodingPlan
+from tasks.encode.encoders import EncodingPlan
 
 SQUARE = TransformSettings(32, False, 64, 2.0, "center", False, 0, 0.0, 10**6)
 #: Modules of ours, and two that we import, by whose names a user's project may have its own.
@@ -52,7 +53,7 @@ def test_a_job_trains_where_the_working_directory_has_modules_by_our_names(
 def test_an_encoder_process_starts_where_the_working_directory_has_modules_by_our_names(
     hostile: None, tiny_sd: Path
 ) -> None:
-    process = EncoderProcess(EncodingPlan(EncodeJob("torch", str(tiny_sd), device="cpu"), SQUARE))
+    process = DeviceProcess(EncodingPlan(EncodeJob("torch", str(tiny_sd), device="cpu"), SQUARE))
     process.wait()
     assert process.process.close() == 0
 

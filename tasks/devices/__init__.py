@@ -1,0 +1,1 @@
+"""Shards computed by models: a process per accelerator, and a Beam element per image shard."""

@@ -1,0 +1,132 @@
+"""The encoders of the pool's processes, and encoders in the store, for remote workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from artifacts.image_shards import read_tar
+from artifacts.models import IGNORED, fetch_model, files_below, put_model
+from artifacts.store import Store
+from runtimes.pipeline_folder.folder import TEXT_PARTS, Base
+from runtimes.process.job import EncodeJob
+from runtimes.process.launcher import count_cores
+from runtimes.registry import open_encoder
+from tasks.devices.processes import Facts, Worker
+from tasks.encode.crop_to_bucket import STAGE, TransformSettings
+from tasks.encode.near_duplicates import SUFFIX
+from tasks.encode.shard import ShardEncoder
+
+PIPELINE = "pipeline"
+VAE = "vae"  # subfolders of the copy
+
+
+@dataclass(frozen=True)
+class EncodersInStore:
+    """Where the encoders of a job are, for workers without the flow's folders."""
+
+    url: str
+    digest: str  # of digest_encoders
+
+    def fetched(self, job: EncodeJob) -> EncodeJob:
+        """The job with the folders of this machine's copy. Raises Refused."""
+        copy = fetch_model(self.url, self.digest, lambda folder: _opened(folder).digest_encoders())
+        return replace(job, **_opened(copy).job_fields)
+
+
+@dataclass(frozen=True)
+class EncodingPlan:
+    """The encoders and their settings, as devices.processes.Plan."""
+
+    job: EncodeJob
+    settings: TransformSettings
+    decoders: int = 1  # threads that decode pictures, per device
+    copy: EncodersInStore | None = None  # for workers without the folders of `job`
+
+    stage = STAGE
+
+    @property
+    def runtime(self) -> str:
+        return self.job.runtime
+
+    @property
+    def device(self) -> str:
+        return self.job.device
+
+    def fetched(self) -> EncodingPlan:
+        """The plan with the encoders of this machine. Raises Refused."""
+        return self if self.copy is None else replace(self, job=self.copy.fetched(self.job))
+
+    def on(self, device: str, processes: int) -> EncodingPlan:
+        """The plan of one of several processes of this machine."""
+        decoders = max(1, count_cores() // processes)
+        return replace(self, job=replace(self.job, device=device), decoders=decoders)
+
+    def open(self) -> Worker:
+        """Load the encoders in this process. Raises Refused."""
+        job = self.job
+        encoder = open_encoder(self.job)
+        arguments = (encoder, self.settings, job.batch_size, self.decoders)
+        return partial(encode_tar, ShardEncoder(*arguments, embeds=job.embeds))
+
+
+def encode_request(
+    key: str, tar: str, sha256: str, thumbnails: str | None = None
+) -> dict[str, Any]:
+    """What `encode_tar` needs.
+
+    Args:
+        key: of the latent shard.
+        tar, sha256: URL and digest of the image shard.
+        thumbnails: key of the thumbnail shard; None: it is not wanted.
+    """
+    return {"key": key, "tar": tar, "sha256": sha256, "thumbnails": thumbnails}
+
+
+def encode_tar(encoder: ShardEncoder, request: dict[str, Any], folder: str) -> Facts:
+    """Encode an image shard to a latent shard and its thumbnails, in `folder`.
+
+    Raises:
+        Damaged: the tar has another sha256.
+        Refused: see ShardEncoder.encode.
+    """
+    path = Path(folder, f"{request['key']}.safetensors")
+    facts = encoder.encode(read_tar(request["tar"], request["sha256"]), path)
+    shards: Facts = {request["key"]: facts}
+    thumbnails = path.with_suffix(SUFFIX)
+    if request["thumbnails"] is None:
+        thumbnails.unlink()
+    else:
+        thumbnails.rename(Path(folder, f"{request['thumbnails']}{SUFFIX}"))
+        shards[request["thumbnails"]] = {}
+    return shards
+
+
+def put_encoders(store: Store, base: Base) -> EncodersInStore:
+    """Copy the VAE and the text encoders to the store, unless they are there."""
+    digest = base.digest_encoders()
+    return EncodersInStore(put_model(store, digest, dict(_files(base))), digest)
+
+
+def _files(base: Base) -> Iterator[tuple[str, Path]]:
+    """(path in the copy, file) of all files that an encoder reads."""
+    for name in ("model_index.json", f"{base.family.denoiser}/config.json"):
+        yield f"{PIPELINE}/{name}", base.folder / name
+    for part in TEXT_PARTS:
+        yield from _below(base.part(part), f"{PIPELINE}/{part}")
+    yield from _below(base.vae, f"{PIPELINE}/vae" if base.vae_folder is None else VAE)
+
+
+def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+    for file in files_below(folder):
+        relative = file.relative_to(folder)
+        if not IGNORED & set(relative.parts):
+            yield f"{name}/{relative.as_posix()}", file
+
+
+def _opened(copy: Path) -> Base:
+    vae = copy / VAE
+    return Base.open(copy / PIPELINE, vae if vae.is_dir() else None)
