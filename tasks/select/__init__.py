@@ -1,0 +1,1 @@
+"""Which pictures are trained on: conditions, duplicates, caps, balance and limit; metadata only."""

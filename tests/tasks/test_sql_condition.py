@@ -1,0 +1,51 @@
+"""SQL conditions of recipes: what they read, and which ones are refused before work."""
+
+import re
+
+import pytest
+
+from configs.errors import Refused
+from tasks.sql_condition import check_expression, columns_of
+
+COLUMNS = {"aesthetic": "DOUBLE", "width": "INTEGER", "label": "VARCHAR", "a b": "BOOLEAN"}
+
+
+def test_an_expression_names_the_columns_that_it_reads() -> None:
+    text = "Aesthetic > 5 and (label like '%width%' or \"a b\") -- and rows"
+    assert columns_of(text, "select.where") == ["Aesthetic", "label", "a b"]
+    check_expression(text, COLUMNS, "select.where")
+    assert columns_of("list_filter(labels, lambda q: q > width) = []", "x") == ["labels", "width"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("aestetic > 5", "did you mean 'aesthetic'"),
+        ("height > 5", "there are: aesthetic, width, label, a b"),
+        ("aesthetic >", "syntax error"),
+        ("aesthetic", "type DOUBLE: compare it"),
+        ("label > 5 or", "syntax error"),
+        ("width > date '2020-01-01'", "Cannot compare"),
+        ("true; drop table entries", "syntax error"),
+        ("true) group by (label", "no single expression"),
+        ("true) union all select 1 from '/etc/passwd' where (true", "no single expression"),
+        ("label in (select content from read_text('/etc/passwd'))", "a subquery"),
+        ("row_number() over () = 1", "a window function"),
+        ("count(*) > 1", "aggregates"),
+        ("random() > 0.5", "another value at each run"),
+        ("current_setting('home_directory') = label", "another value at each run"),
+        ("read_text('/etc/passwd') = label", "table function"),
+        ("columns('a.*') > 1", "a star"),
+        ("aesthetic > ?", "no single expression"),
+    ],
+)
+def test_another_text_is_refused_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(Refused, match="(?i)" + re.escape(words)) as refusal:
+        check_expression(text, COLUMNS, "select.where")
+    assert refusal.value.setting == "select.where"
+
+
+def test_an_order_is_a_number() -> None:
+    check_expression("aesthetic - width", COLUMNS, "select.prefer", is_condition=False)
+    with pytest.raises(Refused, match="no number"):
+        check_expression("label", COLUMNS, "select.prefer", is_condition=False)
