@@ -31,18 +31,25 @@ def published(path: str) -> Path:
 
 
 def list_recipe(
-    folder: Path, *, path: str, format: str | None = None, **sections: dict[str, Any]
+    folder: Path,
+    *,
+    path: str,
+    format: str | None = None,
+    where: str | None = None,
+    **sections: dict[str, Any],
 ) -> Recipe:
     """A recipe of a list of URLs, to run its first stages; its store is a new folder.
 
     Args:
         folder: has the store.
         path: path of the list, in `format`; None: by its suffix.
+        where: condition of the list's rows; None: all are rows.
         sections: sections of the recipe, such as `download`.
     """
     store = folder / "store"
-    store.mkdir(exist_ok=True)
-    source = {"kind": "urls", "path": path} | ({} if format is None else {"format": format})
+    store.mkdir(parents=True, exist_ok=True)
+    source = {"kind": "urls", "path": path, "where": where}
+    source |= {} if format is None else {"format": format}
     return Recipe.model_validate(
         {
             "name": "bench",

@@ -1,6 +1,7 @@
 """Time and memory by size: `python -m bench.scale list|rows|shards [--counts N ...] [--quick]`.
 
-* `list`: a list of made-up rows is planned, planned again unchanged, then with 1% more in one file.
+* `list`: a list of made-up rows is planned, planned again unchanged, then with 1% more in one file,
+  then anew by `source.where` with conditions that keep all rows, and a tenth of them.
 * `rows`: a list is downloaded and encoded with the demo's base. One row in 200 has a picture, which
   a loopback server sends. The addresses of all others are refused before a connection.
 * `shards`: steps that read the records of all shards of an artifact. The shards are made up, and
@@ -20,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from artifacts.gc import Collector, mark, record_run
-from artifacts.records import FileEntry
+from artifacts.records import FileEntry, digest_json
 from artifacts.store import Artifact, KeyParts, Shard, Store
 from bench import report
 from bench.benchmark_inputs import BASE, list_recipe
@@ -33,6 +35,9 @@ from bench.download import photo_server
 from configs.settings.recipe import Recipe
 
 FILES = 4  # of the list
+#: Step -> the condition of its plan, by which all rows or a tenth of them are kept.
+NUMBER = "try_cast(similarity as double)"
+WHERE = {"where_all": f"{NUMBER} >= 0", "where_tenth": f"{NUMBER} >= 0.9"}
 SERVED = 200  # one row in so many has a picture
 COPY = {
     "parquet": "format parquet, row_group_size 100_000",
@@ -57,6 +62,11 @@ def list_figures(folder: Path, rows: int, measured: Measured, format: str) -> di
         raise RuntimeError("the plan of the unchanged list read it again")
     _write_list(folder, FILES, rows // 100, format)
     plans["grown"] = measured("plan")
+    for step in WHERE:
+        plans[step] = measured(step)
+        plans[step]["cpu_ratio"] = round(
+            plans[step]["cpu_seconds"] / plans["first"]["cpu_seconds"], 3
+        )
     store = sum(file.stat().st_size for file in folder.glob("store/**/*") if file.is_file())
     rates = {
         f"million_rows_per_{name}": round(rows / plans["first"][f"{kind}seconds"] / 1e6, 3)
@@ -90,13 +100,14 @@ def _copy(file: Path, columns: str, rows: int, options: str = COPY["parquet"]) -
         db.execute(f"copy (select {columns} from range({rows}) t(i)) to '{file}' ({options})")
 
 
-def _plan(folder: Path, _: int) -> dict[str, Any]:
+def _plan(folder: Path, _: int, where: str | None = None) -> dict[str, Any]:
     from tasks import download
 
     files = folder / "list"
     format = next(files.iterdir()).suffix[1:]
+    own = folder if where is None else folder / digest_json(where)
     begun = time.time()
-    plan = download.plan(list_recipe(folder, path=str(files), format=format))
+    plan = download.plan(list_recipe(own, path=str(files), format=format, where=where))
     is_new = Path(plan.artifact.path, "manifest.json").stat().st_mtime > begun
     read = plan.artifact.manifest["run"]["read"] if is_new else 0  # files
     return {"read": read, "shards": len(plan.shards)}
@@ -207,12 +218,16 @@ def _collect(folder: Path, _: int) -> None:
 
 
 STEPS: dict[str, Step] = {
+    **{step: partial(_plan, where=where) for step, where in WHERE.items()},
     **{"plan": _plan, "download": _download, "encode": _encode},
     **{"commit": _commit, "load": _load, "verify": _verify},
     **{"gc_mark": _mark, "gc_collect": _collect},
 }
 #: Step -> the module that it imports before the clock starts.
-IMPORTED = {"plan": "tasks.download", "download": "tasks.download", "encode": "tasks.encode.stage"}
+IMPORTED = {
+    **dict.fromkeys(["plan", "download", *WHERE], "tasks.download"),
+    "encode": "tasks.encode.stage",
+}
 #: What -> its figures, default counts, and those of `--quick`. Figures take the folder, the
 #: count, the steps' measurement, and the format of a list or the host of pictures.
 SCENARIOS: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[int], Sequence[int]]] = {

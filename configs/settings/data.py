@@ -45,6 +45,14 @@ AdditionalColumns = Annotated[
     ),
 ]
 
+Where = Annotated[
+    str | None,
+    Field(
+        description="SQL condition over the list's columns, such as `aesthetic > 5.5 and punsafe < "
+        "0.1`; other rows are not downloaded (docs/data.md). null: all rows are."
+    ),
+]
+
 
 class UrlSource(Section):
     """Lists of image URLs, with one row per image."""
@@ -64,6 +72,7 @@ class UrlSource(Section):
     is a failed row."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
+    where: Where = None
     base_url: BaseUrl | None = None
     """Base of relative URLs; null: all URLs are absolute."""
 
@@ -104,6 +113,7 @@ class DatasetSource(Section):
     """Column with the caption."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
+    where: Where = None
 
 
 class TarsSource(Section):

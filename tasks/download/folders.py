@@ -106,10 +106,14 @@ class Dataset(lists.Source):
         s = self.settings
         lists.require_columns(s, "parquet", file)  # `check` reads the first file alone
 
+        kept = lists.kept_rows(file, s)
+
         def rows() -> Iterator[dict[str, Any]]:
             for number, values in parquet_rows(file, list(lists.named_columns(s).values())):
-                picture = self._picture(values[s.image_column])
-                yield lists.embedded_row(picture, lists.PictureLocation(file, number), s, values)
+                if kept is None or kept[number]:
+                    picture = self._picture(values[s.image_column])
+                    place = lists.PictureLocation(file, number)
+                    yield lists.embedded_row(picture, place, s, values)
 
         return lists.hash_rows(rows())
 

@@ -14,6 +14,7 @@ from artifacts.filesystems import ask_at_once
 from artifacts.image_shards import ADDITIONAL
 from artifacts.records import FileEntry, read_checked
 from artifacts.store import Artifact
+from tasks.conditions import quoted
 from tasks.download.rows import literal
 
 SIZES = ("width", "height", "original_width", "original_height")
@@ -101,14 +102,9 @@ def _typed(db: duckdb.DuckDBPyConnection, name: str) -> str:
     found = db.execute(f"select distinct {kinds} from kiln_listed").fetchall()
     kept = {kind for (kind,) in found if kind not in (None, "NULL")}
     type_ = next((kind for accepted, kind in TYPES if kept and kept <= accepted), None)
-    quoted = quoted_name(name)
-    return f"{value} as {quoted}" if type_ is None else f"try_cast({value} as {type_}) as {quoted}"
+    typed = value if type_ is None else f"try_cast({value} as {type_})"
+    return f"{typed} as {quoted(name)}"
 
 
 def _path(name: str) -> str:
-    return f"$.{quoted_name(name)}"
-
-
-def quoted_name(name: str) -> str:
-    """A column's name as SQL."""
-    return '"' + name.replace('"', '""') + '"'
+    return f"$.{quoted(name)}"

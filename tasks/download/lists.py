@@ -23,14 +23,17 @@ from itertools import chain, count
 from typing import IO, Any, NamedTuple, Protocol
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 from fsspec import AbstractFileSystem
+from numpy.typing import NDArray
 
 from artifacts.records import digest_bytes, digest_json
 from configs.errors import Refused
-from configs.secrets import one_line
+from configs.secrets import one_line, without_secrets
 from configs.settings.base_section import Section
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
+from tasks.conditions import Condition, check_condition, quoted, read_condition
 from tasks.download import source_files
 from tasks.download.rows import (
     COLUMNS,
@@ -167,8 +170,8 @@ def _taking(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
 def _fields_of(line: str, delimiter: str) -> list[str]:
     """Fields of a record of one line; one empty field if it is malformed."""
     # DuckDB, too, leaves out spaces around quotes.
-    quoted = rf'(^|{delimiter}) *("[^"]*+(?:""[^"]*+)*+") *(?={delimiter}|[\r\n]|$)'
-    for text in (line, re.sub(quoted, r"\1\2", line)):
+    in_quotes = rf'(^|{delimiter}) *("[^"]*+(?:""[^"]*+)*+") *(?={delimiter}|[\r\n]|$)'
+    for text in (line, re.sub(in_quotes, r"\1\2", line)):
         with suppress(csv.Error):
             return next(csv.reader([text], delimiter=delimiter, strict=True))
     return [""]
@@ -183,6 +186,7 @@ def _json_object(line: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+WHERE = "source.where"
 BATCH = 50_000  # rows
 #: Characters of the texts in a batch of Python's rows: at most 32 MiB in UTF-8.
 MOST_CHARACTERS = 2**23
@@ -244,7 +248,9 @@ def read_malformed_list(file: str, source: UrlSource) -> Iterator[pa.Table]:
     format = FORMATS[source.format]
     assert format.tolerant is not None
     table = "lines"
-    texts = dict.fromkeys(named_columns(source).values())
+    condition = condition_of(source)
+    of_condition = condition.columns if condition else ()
+    texts = dict.fromkeys([*named_columns(source).values(), *of_condition])
     if format.is_json:  # DuckDB reads the values, too: Python writes 1e30 and true in other ways
         valid = "if(json_type(try_cast(json as json)) = 'OBJECT', json, '{}')"
         table = f"(select {valid} as json from lines)"
@@ -260,6 +266,8 @@ def _read(
     db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file: str
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, made from a table with columns of any types."""
+    if (condition := condition_of(source)) is not None:
+        table = chosen(db, condition, source.format, table, file)
     selected = _selected(db, source, table, file)
     if not source.additional_columns:
         yield from _hashed(db, selected, source.base_url)
@@ -462,9 +470,74 @@ def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file
     """
 
 
+def condition_of(source: UrlSource | DatasetSource) -> Condition | None:
+    """The condition of `source.where`. Raises Refused."""
+    return None if source.where is None else read_condition(source.where, WHERE)
+
+
+def chosen(
+    db: duckdb.DuckDBPyConnection, condition: Condition, format: str, table: str, file: str
+) -> str:
+    """SQL of the rows of a table that meet a condition.
+
+    A row whose values cannot be compared does not meet it. Values of text are text, and missing
+    ones empty.
+
+    Raises:
+        Refused: the condition does not fit the columns.
+    """
+    known = FORMATS[format]
+    if known.is_json:
+        texts = (f"{_json_text(name)} as {quoted(name)}" for name in condition.columns)
+        table = f"(select {', '.join(['json', *texts])} from {table})"
+    elif known.tolerant is not None:
+        texts = (f"coalesce({quoted(n)}, '') as {quoted(n)}" for n in condition.columns)
+        if condition.columns:
+            table = f"(select * replace ({', '.join(texts)}) from {table})"
+    types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
+    require_condition(condition, [*types], file)
+    hint = "" if format == "parquet" else f" (columns of {format} are text: try_cast(x as double))"
+    check_condition(condition, types, WHERE, without_secrets(file), hint)
+    return f"(from {table} where {condition.sql})"
+
+
+def require_condition(condition: Condition, columns: Sequence[str], file: str) -> None:
+    """Raise Refused unless a list has the columns of its condition."""
+    for name in condition.columns:
+        source_files.require_columns({WHERE: name}, columns, file)
+
+
+def kept_rows(file: str, source: DatasetSource) -> NDArray[np.bool_] | None:
+    """Whether each row of a parquet file meets `source.where`: bool [N]; None: all do.
+
+    Raises Refused.
+    """
+    if (condition := condition_of(source)) is None:
+        return None
+    kept = np.zeros(count_rows(file, "parquet"), bool)
+    with reading(file), connection(file) as (db, path):
+        table = f"read_parquet({literal(path)}, {OWN_COLUMNS}, file_row_number = true)"
+        rows = chosen(db, condition, "parquet", table, file)
+        kept[db.execute(f"select file_row_number as n from {rows}").fetchnumpy()["n"]] = True
+    return kept
+
+
+def count_rows(file: str, format: str) -> int:
+    """The rows of a list, malformed ones included. Raises Refused if it cannot be read."""
+    known = FORMATS[format]
+    with reading(file), connection(file) as (db, path):
+        try:
+            [[rows]] = db.execute(f"select count(*) from {known.table(file, path)}").fetchall()
+            return int(rows)
+        except duckdb.Error:
+            if known.tolerant is None:
+                raise
+            return sum(1 for _ in known.tolerant(file))
+
+
 def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values:
     """SQL of values in the column `json` of objects; a caption alone becomes a list."""
-    values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
+    values = {name: _json_text(column) for name, column in named.items()}
     if "captions" in named:
         path = _path(named["captions"])
         kind = f"json_type(json, {literal(path)})"
@@ -480,6 +553,10 @@ def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values
     return _Values(values, {name: f"json -> {literal(_path(name))}" for name in additional})
 
 
+def _json_text(column: str) -> str:
+    return f"json ->> {literal(_path(column))}"
+
+
 def _is_nested(kind: str) -> str:
     return f"{kind} in ('OBJECT', 'ARRAY')"
 
@@ -488,7 +565,7 @@ def _typed_values(
     named: Mapping[str, str], additional: Sequence[str], types: Mapping[str, str]
 ) -> _Values:
     """SQL of values in columns of DuckDB's `types`; a caption alone becomes a list."""
-    values = {name: _quoted(column) for name, column in named.items()}
+    values = {name: quoted(column) for name, column in named.items()}
     if "captions" in named and not types[named["captions"]].endswith("]"):
         caption = values["captions"]
         if types[named["captions"]] in ("FLOAT", "DOUBLE"):
@@ -496,18 +573,14 @@ def _typed_values(
         values["captions"] = f"[{caption}]"
     if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
         values["aesthetic_score"] += "::varchar"
-    kept = {name: _quoted(name) for name in additional}
+    kept = {name: quoted(name) for name in additional}
     kept |= {name: _decoded(kept[name]) for name in additional if types[name] == "BLOB"}
     binary = frozenset(name for name in named if types[named[name]].startswith("BLOB"))
     return _Values(values, kept, binary)
 
 
-def _quoted(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
-
-
 def _path(column: str) -> str:
-    return f"$.{_quoted(column)}"
+    return f"$.{quoted(column)}"
 
 
 def _text(value: str, binary: bool) -> str:
@@ -545,7 +618,12 @@ def require_columns(settings: UrlSource | DatasetSource, format: str, file: str)
     Captions may be lists of text.
     """
     named = named_columns(settings)
-    source_files.require_columns(named, FORMATS[format].columns(file), file)
+    columns = FORMATS[format].columns(file)
+    source_files.require_columns(named, columns, file)
+    if (condition := condition_of(settings)) is not None:
+        require_condition(condition, columns, file)
+        with reading(file), connection(file) as (db, path):
+            chosen(db, condition, format, FORMATS[format].table(file, path), file)
     if format != "parquet":
         return
     schema = _parquet_schema(file)
@@ -650,12 +728,18 @@ class ServedAt(NamedTuple):
 Reader = Callable[[], Iterator[pa.Table]]  # tables of HASHED
 
 
+def _no_rows() -> Iterator[pa.Table]:
+    return iter(())
+
+
 class Piece(NamedTuple):
     """Consecutive rows of a source, such as a file: read again only if it changed."""
 
     identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
     read: Reader  # raises Refused, MalformedList
-    read_malformed: Reader = lambda: iter(())  # of all rows, after a MalformedList
+    read_malformed: Reader = _no_rows  # of all rows, after a MalformedList
+    #: The number of its rows before `source.where` has dropped some; None without a condition.
+    listed_rows: Callable[[], int] | None = None
 
 
 class PictureLocation(NamedTuple):
@@ -696,10 +780,16 @@ def named_columns(
     return {setting: column for setting, column in named.items() if column is not None}
 
 
-def piece_of(settings: Section, files: list[ListedFile], *read: Reader) -> Piece:
+def piece_of(
+    settings: Section, files: list[ListedFile], read: Reader, read_malformed: Reader = _no_rows
+) -> Piece:
     """The piece of some files, identified by the settings and the files' names and stamps."""
     meaning = settings.model_dump(mode="json", exclude={"path", "port"})
-    return Piece(digest_json([meaning, *(file.stamp for file in files)]), *read)
+    if meaning.get("where") is None:
+        meaning.pop("where", None)  # plans of before the setting keep their keys
+    identity = digest_json([meaning, *(file.stamp for file in files)])
+    count = partial(count_rows, files[0].name, meaning.get("format", "parquet"))
+    return Piece(identity, read, read_malformed, count if "where" in meaning else None)
 
 
 def embedded_row(

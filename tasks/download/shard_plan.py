@@ -361,6 +361,7 @@ class _Builder:
     def build(self, pieces: list[Piece]) -> dict[str, Any]:
         """Add all pieces and the index to the draft; returns the summary."""
         rest: dict[str, Any] | None = None  # the rows behind the last shard of a piece
+        dropped = 0
         index = [INDEX_SCHEMA.empty_table()]
         read = 0
         for piece in pieces:
@@ -369,12 +370,13 @@ class _Builder:
             if shard is None:
                 read = read + 1
                 try:
-                    shard = self._commit(key, piece.read(), rest)
+                    shard = self._commit(key, piece, piece.read(), rest)
                 except MalformedList:
-                    shard = self._commit(key, piece.read_malformed(), rest)
+                    shard = self._commit(key, piece, piece.read_malformed(), rest)
             self.draft.add_shard(shard)
             files = {entry.path.split(".", 2)[2]: entry for entry in shard.files}
             index.append(self._index(files))
+            dropped += shard.meta.get("dropped", 0)
             rest = shard.meta["rest"]
             if rest is not None:
                 place = {**rest["place"], "file": files[rest["place"]["file"]].path}
@@ -384,15 +386,20 @@ class _Builder:
             index.append(pa.Table.from_pylist([last], schema=INDEX_SCHEMA))
         shards = pa.concat_tables(index)
         if not len(shards):
-            raise Refused("source: it has no rows")
+            where = f" that meet source.where ({dropped:,} do not)" if dropped else ""
+            raise Refused(f"source: it has no rows{where}")
         self.draft.write(INDEX, _parquet(shards))
         rows = pc.sum(shards["rows"]).as_py()
-        return {"rows": rows, "shards": len(shards), "run": {"pieces": len(pieces), "read": read}}
+        counts = {"rows": rows, "shards": len(shards), **({"dropped": dropped} if dropped else {})}
+        return {**counts, "run": {"pieces": len(pieces), "read": read}}
 
-    def _commit(self, key: str, tables: Iterator[pa.Table], rest: dict[str, Any] | None) -> Shard:
+    def _commit(
+        self, key: str, piece: Piece, tables: Iterator[pa.Table], rest: dict[str, Any] | None
+    ) -> Shard:
         """Read a piece of the source and commit it.
 
         Args:
+            tables: its rows.
             rest: None, or `place` (of INDEX_SCHEMA, the digest as hex) and `content` (sha256 hex of
                 all columns) of the rows behind the last shard of the piece before.
         """
@@ -407,12 +414,16 @@ class _Builder:
             if rest is not None:
                 url = self.store.shard_url(STAGE, rest["place"]["file"])
                 rows = [read_group(url, rest["place"]["group"], self.key)]
+            kept = 0
             for table in ahead:
+                kept += len(table)
                 *shards, behind = _cut(pa.concat_tables([*rows, table]), self.shard_size)
                 sealed = sealer.map(writer.seal, shards)
                 index += map(writer.write, shards, sealed)
                 rows = [behind]
             meta: dict[str, Any] = {"rest": None}
+            if piece.listed_rows is not None:
+                meta["dropped"] = piece.listed_rows() - kept
             if rows and len(rows[0]):
                 place = writer.write(rows[0], writer.seal(rows[0]))
                 place["digest"] = place["digest"].hex()

@@ -193,6 +193,8 @@ class DownloadStage(Stage):
             "shards": len(plan.shards),
             "data": statistics.summary(),
         }
+        if dropped := plan.artifact.summary.get("dropped"):
+            summary["dropped"] = dropped
         check_data(summary, recipe.download)
         return summary
 
@@ -217,6 +219,8 @@ class DownloadStage(Stage):
         reasons = sorted(examples, key=lambda reason: -summary["outcomes"].get(reason, 0))
         failed = [{"outcome": reason, "row": n} for reason in reasons for n in examples[reason]]
         facts = {name: summary[name] for name in ("rows", "images", "shards")}
+        if "dropped" in summary:
+            facts["rows that source.where drops"] = summary["dropped"]
         panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows, bars="rows")]
         if failed:
             panels.append(Table("Examples of failed rows", failed))

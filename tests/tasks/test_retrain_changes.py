@@ -102,6 +102,27 @@ def test_a_removed_row_leaves_the_plan_with_its_shard_alone(
     assert found.kept_shards == shards - 1 and 0 < found.rows_to_fetch < 40
 
 
+def test_new_rows_are_those_that_meet_the_condition_of_the_source(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """A wider condition adds the rows that it newly admits; a narrower one removes rows."""
+
+    def where(condition: str) -> Recipe:
+        source = recipe.source.model_copy(update={"where": condition})
+        return recipe.model_copy(update={"source": source})
+
+    even = where("right(caption, 1) in ('0', '2', '4', '6', '8')")
+    write(even, ROWS)
+    champion = publish(even, download.plan(even), tmp_path)
+    added = [(f"http://example.com/new/{n}.jpg", f"new {n}") for n in range(30)]
+    found = changes(even, champion, ROWS + added)
+    assert (found.rows, found.new_rows, found.removed_rows) == (115, 15, 0)
+    found = changes(where("caption <> ''"), champion, ROWS)
+    assert (found.new_rows, found.removed_rows) == (100, 0)
+    found = changes(where("right(caption, 1) = '0'"), champion, ROWS)
+    assert (found.new_rows, found.removed_rows) == (0, 80)
+
+
 def test_another_caption_is_a_new_row_and_a_removed_one(recipe: Recipe, champion: Champion) -> None:
     found = changes(recipe, champion, [(ROWS[0][0], "another"), *ROWS[1:]])
     assert (found.new_rows, found.removed_rows) == (1, 1)
