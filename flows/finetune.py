@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
-from prefect import flow, runtime, task
+from prefect import Task, flow, runtime, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
@@ -70,16 +70,52 @@ def download(run: Run) -> StageResult:
     return run.ended(run.build(stage, [plan.artifact]), stage.show)
 
 
+@task(**task_limits.stage_task("describe"))
+@redacted_errors()
+def describe(run: Run, images: StageResult) -> StageResult:
+    """Compute values of each picture, by the recipe's describers."""
+    from tasks.describe.stage import DescribeStage  # type: ignore[import-untyped, unused-ignore]
+
+    stage = DescribeStage(run.recipe, images.load(run.store))
+    return run.ended(run.build(stage, [images]), stage.show)
+
+
+@task(**task_limits.stage_task("select"))
+@redacted_errors()
+def select(run: Run, images: StageResult, described: StageResult | None) -> StageResult:
+    """Choose the pictures to train on, by their descriptions and columns of the source."""
+    from tasks.select.stage import SelectStage  # type: ignore[import-untyped, unused-ignore]
+
+    before = (images, described)
+    stage = SelectStage(run.recipe, *run.load(*before))
+    return run.ended(run.build(stage, before), stage.show)
+
+
+@task(**task_limits.stage_task("caption"))
+@redacted_errors()
+def caption(
+    run: Run, images: StageResult, selected: StageResult | None, described: StageResult | None
+) -> StageResult:
+    """Caption the chosen pictures by a model."""
+    from tasks.caption.stage import CaptionStage  # type: ignore[import-untyped, unused-ignore]
+
+    before = (images, selected, described)
+    stage = CaptionStage(run.recipe, *run.load(*before))
+    return run.ended(run.build(stage, before), stage.show)
+
+
 @task(**task_limits.stage_task("encode"))
 @redacted_errors()
-def encode(run: Run, images: StageResult) -> StageResult:
-    """Encode pictures and captions with the base's encoders to latent shards."""
+def encode(
+    run: Run, images: StageResult, selected: StageResult | None, captions: StageResult | None
+) -> StageResult:
+    """Encode the chosen pictures and their captions with the base's encoders to latent shards."""
     champion = run.champion
     compared = None
     if champion is not None:
         compared = champion.load(run.store, DownloadStage.name, champion.compared_images)
     stage = EncodeStage(run.recipe, images.load(run.store), run.base, compared)
-    return run.ended(run.build(stage, [images]), stage.show)
+    return run.ended(run.build(stage, (images, selected, captions)), stage.show)
 
 
 @task(**task_limits.stage_task("train"))
@@ -144,6 +180,9 @@ def _measure_champion(
 def publish(
     run: Run,
     images: StageResult,
+    described: StageResult | None,
+    selected: StageResult | None,
+    captions: StageResult | None,
     latents: StageResult,
     trained: StageResult,
     evaluated: StageResult,
@@ -163,7 +202,9 @@ def publish(
         result = run.build(stage)
     except publication.Rejected as rejection:
         return _rejected(run, stage, rejection)
-    registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, run.start)
+    chosen = (made for made in (described, selected, captions) if made is not None)
+    results = (images, *chosen, latents, trained, evaluated, result)
+    registered = register(run.recipe, run.base, run.store, results, SHOWS, run.start)
     is_new = registered.pop("is_new")  # events are not sent again for a model that is reused
     if "candidate" in registered:
         return _awaiting(run, stage, replace(result, facts=registered), is_new=is_new)
@@ -296,17 +337,40 @@ def finetune(
         checked = load_recipe(recipe, task_limits.revealed(overrides))
         flow_process.name_run(checked.publish.name)
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
-    states = list(islice(stages_of(run), 1 + STAGES.index(until)))
+    states = list(islice(stages_of(run), len(run.stages)))
     return final_state(report_of([state.result() for state in states]), states[-1])
 
 
-def stages_of(run: Run) -> Iterator[Any]:
-    """The final state of each stage, in order."""
-    yield (images := run_task(download, run))
-    yield (latents := run_task(encode, run, images))
-    yield (trained := run_task(train, run, latents))
-    yield (evaluated := run_task(evaluate, run, images, latents, trained))
-    yield run_task(publish, run, images, latents, trained, evaluated)
+Tasks = Mapping[StageName, Task[Any, Any]]
+TASKS: Tasks = {
+    "download": download,
+    "describe": describe,
+    "select": select,
+    "caption": caption,
+    "encode": encode,
+    "train": train,
+    "evaluate": evaluate,
+    "publish": publish,
+}
+#: Stage -> the stages whose results its task gets, None of a stage that the recipe lacks.
+INPUTS: Mapping[StageName, Sequence[StageName]] = {
+    "download": (),
+    "describe": ("download",),
+    "select": ("download", "describe"),
+    "caption": ("download", "select", "describe"),
+    "encode": ("download", "select", "caption"),
+    "train": ("encode",),
+    "evaluate": ("download", "encode", "train"),
+    "publish": STAGES[:-1],
+}
+
+
+def stages_of(run: Run, tasks: Tasks = TASKS) -> Iterator[Any]:
+    """The final state of each stage of the recipe, in order."""
+    states: dict[StageName, Any] = {}
+    for stage in run.recipe.stages:
+        states[stage] = run_task(tasks[stage], run, *map(states.get, INPUTS[stage]))
+        yield states[stage]
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from prefect import flow, runtime, task
@@ -19,8 +20,8 @@ from artifacts.lock import hold, owner_in_words
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
 from flows import flow_process, task_limits
-from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.run import Run, check_gate_rules, prepare
+from flows.finetune import TASKS, final_state, report_of, stages_of, train
+from flows.run import Run, check_gate_rules, prepare, stages_until
 from flows.send_stage import run_task
 from tasks import download as download_stage
 from tasks.build_or_reuse import StageResult, failing
@@ -145,15 +146,12 @@ def _retrain(run: Run) -> Any:
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
         return _unchanged(run, changes, unchanged, facts)
-    images = run_task(download, run)
-    latents = run_task(encode, run, images)
-    if champion is not None and not _has_new_samples(run, champion, latents.result()):
+    stages = stages_of(run, {**TASKS, "train": training_task(run)})
+    data = [*islice(stages, len(stages_until(run.recipe, "encode")))]
+    if champion is not None and not _has_new_samples(run, champion, data[-1].result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
         return _unchanged(run, changes, why, facts)
-    trained = run_task(training_task(run), run, latents)
-    evaluated = run_task(evaluate, run, images, latents, trained)
-    published = run_task(publish, run, images, latents, trained, evaluated)
-    states: list[Any] = [images, latents, trained, evaluated, published]
+    states = [*data, *stages]
     report = report_of([state.result() for state in states]) | facts
     try:
         run_task(conclude, run, changes, report)

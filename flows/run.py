@@ -27,7 +27,7 @@ from flows.send_stage import check_deployments, send_stage
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
-from tasks.build_or_reuse import Builder, Stage, StageResult, storing
+from tasks.build_or_reuse import Before, Builder, Stage, StageResult, storing
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.metrics import metric_names, most_rounds
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
@@ -62,7 +62,7 @@ def prepare(
         Refused: the recipe cannot run here.
         Away: a place or a model does not answer now.
     """
-    stages = stages_until(until) if only is None else (only,)
+    stages = stages_until(recipe, until) if only is None else (only,)
     doors = Doors(recipe, stages)
     enter(checks_of(doors, force))
     run_id = run_id or str(uuid.uuid4())
@@ -78,12 +78,18 @@ def enter_before_server(
     recipe: Recipe, until: StageName = "publish", force: str | None = None
 ) -> None:
     """Pass the doors as far as no other machine is asked, and no model fetched."""
-    enter(checks_of(Doors(recipe, stages_until(until), fetch=False), force), remote=False)
+    doors = Doors(recipe, stages_until(recipe, until), fetch=False)
+    enter(checks_of(doors, force), remote=False)
 
 
-def stages_until(last: StageName) -> Sequence[StageName]:
-    """The stages up to the last one that a run builds."""
-    return STAGES[: 1 + STAGES.index(last)]
+def stages_until(recipe: Recipe, last: StageName) -> Sequence[StageName]:
+    """The stages up to the last one that a run builds. Raises Refused if the recipe lacks it."""
+    if last not in recipe.stages:
+        raise Refused(
+            f"until: the recipe has no stage {last}: add a section `{last}`, or end at "
+            f"{', '.join(recipe.stages[:-1])}"
+        )
+    return recipe.stages[: 1 + recipe.stages.index(last)]
 
 
 def checks_of(doors: Doors, force: str | None = None) -> Iterator[Check]:
@@ -162,6 +168,11 @@ class Run(Builder):
         return self.recipe.publish.name
 
     @property
+    def flow_stages(self) -> Sequence[str]:  # type: ignore[override]
+        """The stages of the recipe."""
+        return self.recipe.stages
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The recipe."""
         return {"recipe": dump(self.recipe)}
@@ -176,9 +187,7 @@ class Run(Builder):
         """Whether training continues from the weights of a champion."""
         return self.champion is not None and self.recipe.retrain.start == "champion"
 
-    def send(
-        self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
-    ) -> Callable[[], str] | None:
+    def send(self, parts: KeyParts, progress: Progress, before: Before) -> Callable[[], str] | None:
         """As `Builder.send`; of a run that was sent, a call that fails if another key is built."""
         if self.sent is not None:
             return None if parts.key == self.sent.key else partial(_fail, self.sent, parts)
@@ -190,7 +199,7 @@ class Run(Builder):
             "stage": stage,
             "settings": settings_to_send(self.recipe),
             "key": parts.key,
-            "before": {result.stage: result.key for result in before},
+            "before": {result.stage: result.key for result in before if result is not None},
             # At a later stage the download exists: it must not be tried once more.
             "retry_run": self.retry_run if stage == "download" else None,
             "champion": self.start,
@@ -198,6 +207,10 @@ class Run(Builder):
         }
         about = (pools[stage], self.model_name, self.store, stage)
         return partial(send_stage, *about, parameters, progress)
+
+    def load(self, *results: StageResult | None) -> list[Any]:
+        """The artifact of each result, None of none. Raises Failed if one was deleted."""
+        return [None if result is None else result.load(self.store) for result in results]
 
     def results_before(self) -> list[StageResult]:
         """The results that a sent stage is built from, in the order of the stages.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from prefect import flow, runtime
@@ -14,9 +15,8 @@ from artifacts.latent_shards import open_latents
 from configs.errors import Failed, UserError
 from configs.load_recipe import Trial, load_trials
 from configs.secrets import one_line, redacted_errors
-from configs.settings.recipe import STAGES
 from flows import flow_process, task_limits
-from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
+from flows.finetune import INPUTS, evaluate, final_state, publish, report_of, stages_of, train
 from flows.run import Run, prepare, stages_until
 from flows.send_stage import run_task
 from tasks import compare_sweep_trials
@@ -62,9 +62,8 @@ def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
 def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     first = replace(runs[0], trials=[run.recipe for run in runs])
     settings = first.recipe.sweep
-    images = run_task(download, first)
-    latents = run_task(encode, first, images)
-    data = [images, latents]
+    data = [*islice(stages_of(first), len(stages_until(first.recipe, "encode")))]
+    images, *_, latents = data
     with failing(compare_sweep_trials.STAGE):
         opened = retrying(lambda: open_latents(latents.result().load(first.store).uri))
         compare_sweep_trials.check_metric(first.recipe, held_out=opened.held_out)
@@ -82,7 +81,8 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     if most_rounds(winner.recipe.evaluate) > 1:  # the trials were compared on one round each
         trained, _ = measured[best]
         measured[best][1] = run_task(evaluate, winner, images, latents, trained)
-    published = run_task(publish, winner, images, latents, *measured[best])
+    made = {state.result().stage: state for state in (*data, *measured[best])}
+    published = run_task(publish, winner, *map(made.get, INPUTS["publish"]))
     report = report_of([stage.result() for stage in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
@@ -99,7 +99,8 @@ def _try(
     rounds = most_rounds(run.recipe.evaluate)
     try:
         trained = run_task(train, run, latents, name=f"train {number}")
-        compared = replace(run, stages=stages_until("evaluate")) if rounds > 1 else run
+        stages = stages_until(run.recipe, "evaluate") if rounds > 1 else run.stages
+        compared = replace(run, stages=stages)
         name = f"evaluate {number}"
         evaluated = run_task(evaluate, compared, images, latents, trained, name=name)
         report = report_of([trained.result(), evaluated.result()])
@@ -119,8 +120,10 @@ def _try(
 def _show(run: Run, outcomes: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     settings = run.recipe.sweep
     facts = {**facts, "metric": f"{settings.metric} ({compare_sweep_trials.mode_of(settings)})"}
-    built = {"download", "encode", *(stage for outcome in outcomes for stage in outcome["stages"])}
-    stages = STAGES if "status" in facts else [stage for stage in STAGES if stage in built]
+    built = {*stages_until(run.recipe, "encode")}
+    built.update(stage for outcome in outcomes for stage in outcome["stages"])
+    every = run.recipe.stages
+    stages = every if "status" in facts else [stage for stage in every if stage in built]
 
     def panels() -> list[Panel]:
         return [

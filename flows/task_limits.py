@@ -42,6 +42,9 @@ class TaskLimits(NamedTuple):
 LIMITS = {
     "compare": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
     "download": TaskLimits(retries=5, wait=15, days=14, tag="network"),
+    "describe": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
+    "select": TaskLimits(retries=3, wait=10, days=1, tag="selection"),
+    "caption": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
     "encode": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
     "train": TaskLimits(retries=5, wait=60, days=30, tag=ACCELERATOR),
     "evaluate": TaskLimits(retries=3, wait=30, days=7, tag=ACCELERATOR),

@@ -29,7 +29,7 @@ from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
 from configs.settings.recipe import Place, PlacedStage
 from flows import flow_process
-from flows.finetune import download, encode, evaluate, report_of
+from flows.finetune import INPUTS, TASKS, report_of
 from flows.retrain import training_task
 from flows.run import Run, Sent, prepare
 from flows.run_in_terminal import check_server, lasting_server
@@ -83,8 +83,9 @@ def run_stage(
             return run, [] if stage == "download" else run.results_before()
 
         run, results = retrying(prepared)
-    tasks: dict[str, Any] = {"download": download, "encode": encode, "evaluate": evaluate}
-    state = tasks.get(stage, training_task(run))(quote(run), *results)
+    task: Any = training_task(run) if stage == "train" else TASKS[stage]
+    made = {result.stage: result for result in results}
+    state = task(quote(run), *map(made.get, INPUTS[stage]))
     report = report_of([*results, state.result()])
     if state.name == REUSED:
         return Completed(name=REUSED, message=state.message, data=report)

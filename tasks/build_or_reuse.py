@@ -32,7 +32,6 @@ from artifacts.records import Damaged
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
 from configs.errors import Failed, Refused
 from configs.secrets import one_line
-from configs.settings.recipe import STAGES
 from tasks import code_version
 from tasks.panels import Panel
 from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
@@ -327,11 +326,16 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
     }
 
 
+#: Results of the stages before a stage, or the plan; None of a stage that the recipe lacks.
+Before = Sequence[StageResult | Artifact | None]
+
+
 class Builder(ABC):
     """What builds the stages of a flow run, each in the same way."""
 
     store: Store
     id: str  # of the flow run
+    flow_stages: Sequence[str] = ()  # those of the flow, in order
 
     @property
     @abstractmethod
@@ -352,19 +356,15 @@ class Builder(ABC):
             record_run(self.store, self.id, {**self.facts, "stages": {parts.stage: [parts.key]}})
         return Progress(parts.stage, self.model_name)
 
-    def send(
-        self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
-    ) -> Callable[[], str] | None:
+    def send(self, parts: KeyParts, progress: Progress, before: Before) -> Callable[[], str] | None:
         """A call that lets a run elsewhere build a stage; None: it is built here.
 
         Args:
-            before: what the stage is built from: results of the stages before, or the plan.
+            before: what the stage is built from.
         """
         return None
 
-    def build(
-        self, stage: Stage, before: Sequence[StageResult | Artifact] | None = None
-    ) -> StageResult:
+    def build(self, stage: Stage, before: Before | None = None) -> StageResult:
         """Build a stage's artifact, here or elsewhere, or reuse it, and check it.
 
         Args:
@@ -405,7 +405,8 @@ class Builder(ABC):
 
     def show(self, stage: str, heading: str, panels: Callable[[], list[Panel]]) -> None:
         """Show panels of a stage in the UI, with links to the artifacts of the stages before."""
-        earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else ()
+        stages = self.flow_stages
+        earlier = stages[: stages.index(stage)] if stage in stages else ()
         links = [stage_links(self.model_name, earlier)] if earlier else []
         key = artifact_key(self.model_name, stage)
         show_in_prefect(key, heading, lambda: [*panels(), *links])

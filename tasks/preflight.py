@@ -60,6 +60,9 @@ from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_li
 from tasks.publish.promotion_gate import check_prompts, check_rules, parse_rule
 from tasks.train import notes_of_warmup
 
+#: Stages that compute on a device.
+COMPUTING = {"describe", "caption", "encode", "train", "evaluate"}
+
 
 class Doors:
     """The checks of a recipe, for the stages that a run builds.
@@ -81,8 +84,8 @@ class Doors:
     ) -> None:
         self.asked = asked
         self.recipe = with_defaults_without_effect(asked)
-        self.built = built
-        self.here = stages_without_pool(self.recipe.place, built)
+        self.built = [stage for stage in built if stage in asked.stages]
+        self.here = stages_without_pool(self.recipe.place, self.built)
         self.opened = Models(self.recipe, self.here, fetch)
         self._words = words or (asked.name,)
 
@@ -120,7 +123,7 @@ class Doors:
 
     def machine(self) -> Iterator[Check]:
         """Runtime, devices and the settings that they support."""
-        if {"encode", "train", "evaluate"} & set(self.here):
+        if COMPUTING & set(self.here):
             yield Check("runtime", self._runtime)
 
     def models(self) -> Iterator[Check]:
@@ -169,7 +172,7 @@ class Doors:
         yield fine(f"source: {without_secrets(str(where))} opens")
 
     def _workers(self) -> None:
-        for stage in workers.BEAM_STAGES:
+        for stage in [name for name in workers.BEAM_STAGES if name in self.recipe.stages]:
             if options := workers.beam_options(self.recipe, stage):
                 from tasks.beam.pipeline import make_pipeline  # seconds to import
 
@@ -252,11 +255,13 @@ def stages_without_pool(place: Place, stages: Sequence[StageName] = STAGES) -> l
 
 def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
     """Setting -> device of the stages that compute on this machine."""
-    computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
-    if "encode" in computing:
-        encoders = workers.workers_of(workers.beam_options(recipe, "encode"))
-        if encoders is workers.Workers.REMOTE:  # its device is on machines that cannot be asked
-            computing.remove("encode")
+    computing = [stage for stage in stages if stage in COMPUTING]
+    for stage in workers.BEAM_STAGES:
+        if stage not in computing:
+            continue
+        kind = workers.workers_of(workers.beam_options(recipe, stage))
+        if kind is workers.Workers.REMOTE:  # its device is on machines that cannot be asked
+            computing.remove(stage)
     return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
 
 

@@ -12,8 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from configs.settings.base_section import Dtype, ModelPlace, NullDrops, Section, StoredUrl, setting
+from configs.settings.caption import Caption
 from configs.settings.data import Download, Encode, Source
+from configs.settings.describe import Describe
 from configs.settings.evaluate import Evaluate
+from configs.settings.select import Select
 from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS, Hpu, MindSpore
 
@@ -117,7 +120,7 @@ class Model(Section):
 
 
 #: Stages that a work pool can run; publishing takes seconds, and stays with the flow.
-PlacedStage = Literal["download", "encode", "train", "evaluate"]
+PlacedStage = Literal["download", "describe", "select", "caption", "encode", "train", "evaluate"]
 PLACED_STAGES: tuple[PlacedStage, ...] = get_args(PlacedStage)
 Pool = Annotated[str, Field(pattern=r"^[^/%&<>\s]+(/[^/%&<>\s]+)?$")]
 
@@ -127,6 +130,12 @@ class Place(Section):
 
     download: Pool | None = None
     """Work pool that downloads; null: here."""
+    describe: Pool | None = None
+    """Work pool that describes; null: here."""
+    select: Pool | None = None
+    """Work pool that selects; null: here."""
+    caption: Pool | None = None
+    """Work pool that captions; null: here."""
     encode: Pool | None = None
     """Work pool that encodes; null: here."""
     train: Pool | None = None
@@ -271,8 +280,12 @@ class Tpu(Section):
 
 RuntimeName = Literal["torch", "xla", "jax", "mindspore"]
 #: The stages of a run, in their order.
-StageName = Literal["download", "encode", "train", "evaluate", "publish"]
+StageName = Literal[
+    "download", "describe", "select", "caption", "encode", "train", "evaluate", "publish"
+]
 STAGES: tuple[StageName, ...] = get_args(StageName)
+#: Stages that a run has if its recipe has their section.
+OPTIONAL_STAGES = ("describe", "select", "caption")
 
 
 class Recipe(Section):
@@ -296,12 +309,18 @@ class Recipe(Section):
     )
     download: Download = Download()
     beam: dict[str, Any] = setting({}, not_in_key="execution")
-    """Beam pipeline options of the stages download and encode, such as runner or
-    direct_num_workers."""
+    """Beam pipeline options of the stages download, describe, caption and encode, such as runner
+    or direct_num_workers."""
     shared_folders: tuple[str, ...] = setting((), not_in_key="execution")
     """Folders that remote Beam workers and work pools have at the same paths as this machine, such
     as the mount of a network file system."""
     place: Place = setting(Place(), not_in_key="execution")
+    describe: Describe | None = None
+    """Values of each picture, computed once; null: none."""
+    select: Select | None = None
+    """Choice of the pictures to train on; null: all."""
+    caption: Caption | None = None
+    """Captions by a model; null: those of the source."""
     encode: Encode = setting(
         Encode(), aka="cache_latents cache_text_encoder_outputs (K): always precomputed"
     )
@@ -316,6 +335,12 @@ class Recipe(Section):
     retrain: Retrain = Retrain()
     sweep: Sweep = setting(Sweep(), not_in_key="command")
     plan: Plan = setting(Plan(), not_in_key="command")
+
+    @property
+    def stages(self) -> tuple[StageName, ...]:
+        """The stages of a run of this recipe, in their order."""
+        without = [name for name in OPTIONAL_STAGES if getattr(self, name) is None]
+        return tuple(stage for stage in STAGES if stage not in without)
 
     def faults(self) -> Iterator[str]:
         yield from self._faults_of_extra_inputs()

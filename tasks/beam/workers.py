@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
@@ -41,8 +41,8 @@ from configs.settings.data import Source
 from configs.settings.recipe import Recipe, StageName
 from tasks.progress import seconds_in_words
 
-BeamStage = Literal["download", "encode"]
-BEAM_STAGES: tuple[BeamStage, ...] = ("download", "encode")
+BeamStage = Literal["download", "describe", "caption", "encode"]
+BEAM_STAGES: tuple[BeamStage, ...] = get_args(BeamStage)
 #: Runners of this machine. The names are as Beam compares them: lower case, without "Runner".
 THREADS = ("", "fnapi")
 PROCESSES = ("direct", "switchingdirect", "bundlebaseddirect", "prism")
@@ -95,12 +95,14 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     """Raise Refused if workers cannot reach what their stage needs, or if none can be asked.
 
     Args:
-        stages: stages of the run; others than download and encode have no Beam workers.
+        stages: stages of the run; others than BEAM_STAGES have no Beam workers.
     """
     for stage in BEAM_STAGES:
+        if stage not in stages or stage not in recipe.stages:
+            continue
         options = beam_options(recipe, stage)
         kind = workers_of(options)
-        if stage not in stages or kind is Workers.THREADS:
+        if kind is Workers.THREADS:
             continue
         name = f"the workers of {options.get('runner', 'multi_processing')} ({stage})"
         places = [("store", recipe.store), *_source_places(recipe.source, stage, in_pool=False)]

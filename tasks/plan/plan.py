@@ -181,6 +181,11 @@ SAMPLE_BYTES = 3200
 REFERENCE_BYTES = 4 * (32 * 32 * 3 + 768)
 #: Bytes of an evaluation beside them: two sheets of small pictures, metrics, resampled values.
 SHEET_BYTES = 250_000
+#: Bytes per picture of a perceptual hash with its thumbnail, an embedding of 768 numbers and some
+#: scores; of a row of a selection; of the captions of a few prompts.
+DESCRIPTION_BYTES = 2_000
+SELECTION_BYTES = 100
+CAPTION_BYTES = 1_000
 
 
 def estimate_disk(
@@ -214,12 +219,15 @@ def estimate_disk(
     )
     sizes: dict[StageName, int] = {
         "download": rows * (int(area * PIXEL_BYTES[download.encode_format]) + SAMPLE_BYTES),
+        "describe": rows * DESCRIPTION_BYTES,
+        "select": rows * SELECTION_BYTES,
+        "caption": rows * CAPTION_BYTES,
         "encode": rows * (latent_bytes(encode, info) + caption_bytes(encode, info)),
         "train": sum(_training_bytes(trial.train, n, rows, sampled) for trial, n in trained),
         "evaluate": len(trained) * (2 * measured + rows * REFERENCE_BYTES + SHEET_BYTES),
         "publish": max(published),
     }
-    return {stage: sizes[stage] for stage in stages}
+    return {stage: sizes[stage] for stage in stages if stage in recipe.stages}
 
 
 def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> int:

@@ -18,7 +18,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Away
 from configs.load_recipe import dump_yaml
 from configs.secrets import without_secrets
-from configs.settings.recipe import STAGES, Hub, Recipe
+from configs.settings.recipe import OPTIONAL_STAGES, STAGES, Hub, Recipe
 from runtimes.pipeline_folder.folder import Base
 from tasks.build_or_reuse import GATE, GRID, METRICS, REPORT, StageResult, failing, storing
 from tasks.evaluate.metrics import metric_rows
@@ -33,6 +33,8 @@ from tasks.publish.registry import Registry, Version
 from tasks.publish.stage import STAGE, PublishStage, parent_of, remeasured_champion
 
 log = logging.getLogger("kiln")
+#: Stages that every recipe has.
+STAGES_OF_ALL = [stage for stage in STAGES if stage not in OPTIONAL_STAGES]
 
 
 def page(
@@ -95,8 +97,9 @@ def _verdict(rules: int, published: Artifact) -> dict[str, str]:
 def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
     """The line of facts under the title, after the verdict."""
     published = artifacts[-1]
-    run = artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
-    trained = artifacts[2].summary if len(artifacts) > 2 else {}
+    training = next((artifact for artifact in artifacts if artifact.stage == "train"), None)
+    run = training.manifest["run"] if training else {}
+    trained = training.summary if training else {}
     steps = trained.get("steps", recipe.train.steps)  # retraining and train.epochs change them
     chosen = f" (step {trained['chosen_step']} chosen)" if "chosen_step" in trained else ""
     facts = {
@@ -329,7 +332,7 @@ def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
     }
     if registered.get("hub"):
         facts["hub"] = registered["hub"]
-    return [Facts("Published", facts), stage_links(model, STAGES)]
+    return [Facts("Published", facts), stage_links(model, STAGES_OF_ALL)]
 
 
 def show_candidate(registry: Registry, candidate: Entry, form: str | None) -> list[Panel]:
@@ -370,4 +373,4 @@ def show_candidate(registry: Registry, candidate: Entry, form: str | None) -> li
         panels.append(PicturePanel(f"Base above, {compared} below", read(GRID, compared)))
     rows = metric_rows(measured["metrics"], measured["differences"])
     panels.append(Table("Metrics and paired differences, with 95% confidence intervals", rows))
-    return [*panels, stage_links(registry.name, STAGES)]
+    return [*panels, stage_links(registry.name, STAGES_OF_ALL)]

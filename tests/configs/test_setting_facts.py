@@ -55,7 +55,8 @@ def changed(section: Any, name: str, value: Any) -> Any:
 
 def keys(recipe: Recipe) -> list[Any]:
     own = [stage.settings_for_key(recipe) for stage in STAGES]
-    return [*own, recipe.retrain.key_settings()]
+    sections = (recipe.describe, recipe.select, recipe.caption, recipe.retrain)
+    return [*own, *(section and section.key_settings() for section in sections)]
 
 
 #: Settings whose value the key reads.
@@ -63,7 +64,8 @@ OTHERS = {
     "train.best_checkpoint": BestCheckpoint(),
     "train.denoiser_config": str(ROOT / "demo/base/unet/config.json"),
 }
-RECIPE = load_recipe("digits", {"train.best_checkpoint": None})
+OPTIONAL: dict[str, Any] = {"describe": {}, "select": {}, "caption": {}}
+RECIPE = load_recipe("digits", {"train.best_checkpoint": None, **OPTIONAL})
 VALUES = dict(leaves(RECIPE))
 
 

@@ -103,6 +103,10 @@ def test_a_value_that_is_no_yaml_is_not_printed(here: Here) -> None:
     [
         (["run", "digits", "--until", "evalute"], "--until: 'evalute' is unknown (did you mean ev"),
         (["run", "digits", "--until", "x"], f"'x' is unknown (there are: {', '.join(STAGES)})"),
+        (
+            ["run", "digits", "--until", "select"],
+            "the recipe has no stage select: add a section `s",
+        ),
         (["run", "digits", "--untill", "x"], "run: --untill: no such option (did you mean --until"),
         (["run", "digits", "train.steps=3"], "run: write a setting with -o: -o train.steps=3"),
         (["plan", "digits", "a=1", "b.c=2 3"], "plan: write a setting with -o: -o a=1 -o b.c=2 3"),

@@ -12,7 +12,7 @@ from toy_recipes import base_of
 from artifacts.store import Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
-from configs.settings.recipe import STAGES, Recipe
+from configs.settings.recipe import Recipe
 from runtimes.detect_hardware import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.plan import disk as module
@@ -21,6 +21,7 @@ from tasks.plan.plan import estimate_disk
 from tasks.progress import bytes_in_words
 
 Here = Callable[..., str]  # of conftest.py
+STAGES = load_recipe("digits").stages
 #: Estimates are at most so many times the bytes of a run, and at least these.
 LARGEST, SMALLEST = 2.2, 0.9
 
