@@ -17,7 +17,7 @@ from configs.settings.base_section import (
 )
 
 #: Columns of a table of captions that are no prompts, and the name of the source's captions.
-RESERVED_PROMPTS = {"id", "reasons", "row", "source", "tar"}
+RESERVED_PROMPTS = {"cut", "id", "reasons", "row", "source", "tar"}
 
 
 class Endpoint(Section):

@@ -123,7 +123,7 @@ def _reason(error: Exception) -> str:
     return "connection broken"
 
 
-def _retry_after(headers: Mapping[str, str]) -> float:
+def retry_after(headers: Mapping[str, str]) -> float:
     """Seconds of a Retry-After header (RFC 9110: a number or a date); 0 if absent or invalid."""
     value = (headers.get("Retry-After") or "").strip()
     if value.isascii() and value.isdigit():
@@ -360,7 +360,7 @@ class SafeHttpClient:
             if 300 <= response.status < 400:
                 raise FetchFailed("bad redirect")
             if not 200 <= response.status < 300:
-                raise FetchFailed(f"http {response.status}", _retry_after(response.headers))
+                raise FetchFailed(f"http {response.status}", retry_after(response.headers))
             size = response.content_length
             if truncate is None and size is not None and size > self.settings.max_bytes:
                 raise FetchFailed("too large")

@@ -1,0 +1,285 @@
+"""Caption the pictures of an image shard, and check the captions.
+
+What earlier tables have of the same picture and prompt is used again, and what a captioner has
+answered of a shard is kept in a journal until the shard is committed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from artifacts.errors import caching
+from artifacts.image_shards import read_tar
+from artifacts.models import cache_folder
+from configs.settings.caption import Caption
+from tasks.caption.captioner import Answer, Captioner, Decoding, Question
+from tasks.caption.checks import CUT_OFF, NO_ANSWER, UNREADABLE, clean, fault_of
+from tasks.caption.tables import (
+    SUFFIX,
+    CaptionedSample,
+    read_captions,
+    read_embeddings,
+    write_captions,
+)
+from tasks.devices.processes import Facts, Worker
+from tasks.encode.crop_to_bucket import BadSample, decode
+from tasks.evaluate.features import Clip
+from tasks.evaluate.judges import cosine
+
+STAGE = "caption"
+#: Raised when the meaning of tables changes.
+VERSION = 1
+Answers = dict[tuple[int, str], Answer | None]  # (row, prompt's name)
+
+
+@dataclass(frozen=True)
+class CaptioningPlan:
+    """The captioner and its settings, as devices.processes.Plan."""
+
+    settings: dict[str, Any]  # configs.settings.caption.Caption, dumped
+    prompts: dict[str, str]  # name -> digest of all that its captions depend on
+    max_pixels: int
+    model: str | None  # local folder; None: an endpoint captions
+    clip: str | None = None  # local folder of the CLIPModel for checks.min_likeness
+    key: str | None = field(default=None, repr=False)  # of the endpoint
+    device: str = "auto"
+
+    stage = STAGE
+    runtime = "torch"
+
+    def fetched(self) -> CaptioningPlan:
+        """The plan with the models of this machine. Raises Refused."""
+        return self
+
+    def on(self, device: str, processes: int) -> CaptioningPlan:
+        """The plan of one of several processes of this machine."""
+        return replace(self, device=device)
+
+    def open(self) -> Worker:
+        """Load the model in this process. Raises Refused."""
+        settings = Caption.model_validate(self.settings)
+        clip = None if self.clip is None else Clip(Path(self.clip), self.device, "describe")
+        return ShardCaptioner(self._captioner(settings), settings, self, clip)
+
+    def _captioner(self, settings: Caption) -> Captioner:
+        decoding = Decoding(settings.max_new_tokens, settings.temperature, settings.seed)
+        if settings.endpoint is not None:
+            from tasks.caption.endpoint import EndpointCaptioner
+
+            return EndpointCaptioner(settings.endpoint, decoding, settings.prompts, self.key)
+        from tasks.caption.vision_language import VisionLanguageModel
+
+        assert self.model is not None
+        model = Path(self.model), self.device, settings.dtype
+        return VisionLanguageModel(*model, decoding, settings.prompts, settings.batch_size)
+
+
+@dataclass(frozen=True)
+class ShardCaptioner:
+    """Captions shards, as devices.processes.Worker."""
+
+    captioner: Captioner
+    settings: Caption
+    plan: CaptioningPlan
+    clip: Clip | None
+
+    def __call__(self, request: dict[str, Any], folder: str) -> Facts:
+        """Write the table of a `caption_request`.
+
+        The facts are {"tar": sha256, "prompts": as of the plan, "kept": pictures, "good": {prompt:
+        captions}, "bad_reasons": {reason: captions}, "without": pictures without a good caption}.
+        """
+        journal = Journal(request["sha256"])
+        ids, answers = self._known(request["known"])
+        answers |= journal.read(self.plan.prompts)
+        wanted = _wanted(request["rows"])
+        if not ids or not all(
+            (row, name) in answers
+            for row in filter(wanted, range(len(ids)))
+            for name in self.plan.prompts
+        ):
+            ids = self._ask(request, wanted, answers, journal)
+        samples = [CaptionedSample(sample_id, {}) for sample_id in ids]
+        rows = list(filter(wanted, range(len(ids))))
+        likeness = self._likeness(request["described"], rows, answers)
+        for row in rows:
+            samples[row] = self._checked(row, ids[row], answers, likeness)
+        write_captions(Path(folder, request["key"] + SUFFIX), [*self.plan.prompts], samples)
+        journal.delete()
+        facts = {"tar": request["sha256"], "prompts": self.plan.prompts}
+        return {request["key"]: facts | _counts(samples, self.plan.prompts)}
+
+    def _known(self, tables: Iterable[dict[str, Any]]) -> tuple[list[bytes], Answers]:
+        """Ids and answers that earlier tables of the image shard have."""
+        ids: list[bytes] = []
+        answers: Answers = {}
+        for table in tables:
+            before = {digest: name for name, digest in table["prompts"].items()}
+            names = {n: before[d] for n, d in self.plan.prompts.items() if d in before}
+            samples = read_captions(table["url"], table["sha256"])
+            ids = [sample.id for sample in samples]
+            for row, sample in enumerate(samples):
+                for name, old in names.items():
+                    if old in sample.texts:
+                        answers[row, name] = Answer(sample.texts[old], old in sample.cut)
+        return ids, answers
+
+    def _ask(
+        self,
+        request: dict[str, Any],
+        wanted: Callable[[int], bool],
+        answers: Answers,
+        journal: Journal,
+    ) -> list[bytes]:
+        """Add the answers that are missing; return the ids of all samples."""
+        ids: list[bytes] = []
+        size = self.settings.image_size
+
+        def questions() -> Iterator[Question]:
+            for row, sample in enumerate(read_tar(request["tar"], request["sha256"])):
+                ids.append(sample.source_sha256)
+                missing = tuple(n for n in self.plan.prompts if (row, n) not in answers)
+                if not missing or not wanted(row):
+                    continue
+                with suppress(BadSample):
+                    picture = decode(sample.image, self.plan.max_pixels)
+                    picture.thumbnail((size, size), Image.Resampling.LANCZOS)
+                    yield Question(row, picture, missing)
+
+        def keep(row: int, name: str, answer: Answer | None) -> None:
+            if answer is not None:
+                answer = Answer(clean(answer.text), answer.is_cut)
+                journal.add(row, self.plan.prompts[name], answer)
+            answers[row, name] = answer
+
+        self.captioner.caption(questions(), keep)
+        return ids
+
+    def _likeness(
+        self, described: dict[str, Any] | None, rows: Sequence[int], answers: Answers
+    ) -> dict[tuple[int, str], float]:
+        """(row, prompt) -> cosine of the CLIP embeddings of caption and picture."""
+        if self.clip is None or described is None:
+            return {}
+        pictures = read_embeddings(described)
+        given = {
+            key: answer.text
+            for row in rows
+            for name in self.plan.prompts
+            if (answer := answers.get(key := (row, name))) is not None and row in pictures
+        }
+        if not given:
+            return {}
+        cosines = cosine(
+            np.stack([pictures[row] for row, _ in given]), self.clip.texts([*given.values()])
+        )
+        return dict(zip(given, cosines.tolist(), strict=True))
+
+    def _checked(
+        self,
+        row: int,
+        sample_id: bytes,
+        answers: Answers,
+        likeness: Mapping[tuple[int, str], float],
+    ) -> CaptionedSample:
+        """The captions of a picture, and what is bad about them."""
+        checks = self.settings.checks
+        texts: dict[str, str] = {}
+        cut: list[str] = []
+        reasons: dict[str, str] = {}
+        for name in self.plan.prompts:
+            answer = answers.get((row, name))
+            if answer is None:
+                reasons[name] = NO_ANSWER if (row, name) in answers else UNREADABLE
+                continue
+            texts[name] = answer.text
+            if answer.is_cut:
+                cut.append(name)
+            if fault := fault_of(answer.text, checks, likeness.get((row, name))):
+                reasons[name] = fault
+            elif answer.is_cut and checks.cut_off:
+                reasons[name] = CUT_OFF
+        return CaptionedSample(sample_id, texts, cut, reasons)
+
+
+def caption_request(
+    key: str,
+    tar: str,
+    sha256: str,
+    rows: str | None,
+    known: Sequence[dict[str, Any]] = (),
+    described: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What ShardCaptioner needs.
+
+    Args:
+        key: of the table.
+        tar, sha256: URL and digest of the image shard.
+        rows: of the pictures to caption, as `rows_in_hex`; None: all.
+        known: earlier tables of the image shard, as of tables_of.
+        described: url, sha256 and column of the table with the pictures' CLIP embeddings.
+    """
+    request = {"key": key, "tar": tar, "sha256": sha256, "rows": rows}
+    return request | {"known": list(known), "described": described}
+
+
+def rows_in_hex(rows: Iterable[int]) -> str:
+    """Rows as the bits of a number, from the lowest."""
+    return f"{sum(1 << row for row in rows):x}"
+
+
+def _wanted(rows: str | None) -> Callable[[int], bool]:
+    if rows is None:
+        return lambda row: True
+    bits = int(rows, 16)
+    return lambda row: bool(bits >> row & 1)
+
+
+def _counts(samples: Iterable[CaptionedSample], prompts: Iterable[str]) -> dict[str, Any]:
+    captioned = [sample for sample in samples if sample.reasons is not None]
+    bad = Counter(reason for sample in captioned for reason in (sample.reasons or {}).values())
+    good = Counter(n for s in captioned for n in s.texts if n not in (s.reasons or {}))
+    return {
+        "kept": len(captioned),
+        "good": {name: good[name] for name in prompts},
+        "bad_reasons": dict(sorted(bad.items())),
+        "without": sum(not sample.good for sample in captioned),
+    }
+
+
+class Journal:
+    """The answers about an image shard so far, in this machine's cache; one process writes."""
+
+    def __init__(self, sha256: str) -> None:
+        self._path = cache_folder() / "captions" / f"{sha256}.jsonl"
+
+    def read(self, prompts: Mapping[str, str]) -> Answers:
+        """The answers to prompts, of name -> digest; a line that is cut off is left out."""
+        names = {digest: name for name, digest in prompts.items()}
+        answers: Answers = {}
+        for line in self._path.read_text().splitlines() if self._path.exists() else ():
+            with suppress(ValueError):
+                row, digest, text, is_cut = json.loads(line)
+                if digest in names:
+                    answers[row, names[digest]] = Answer(text, is_cut)
+        return answers
+
+    def add(self, row: int, digest: str, answer: Answer) -> None:
+        """Append an answer."""
+        with caching(cache_folder()):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps([row, digest, answer.text, answer.is_cut]) + "\n")
+
+    def delete(self) -> None:
+        """Delete the answers: a table has them."""
+        self._path.unlink(missing_ok=True)
