@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 
@@ -19,6 +19,23 @@ from tasks.download.source_files import require_columns
 
 #: Parts of an expression that read more than a row.
 FORBIDDEN = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "a star"}
+
+#: Comparison in DuckDB's syntax tree -> its operator, and the one with exchanged sides.
+OPERATORS = {
+    "COMPARE_GREATERTHAN": (">", "<"),
+    "COMPARE_GREATERTHANOREQUALTO": (">=", "<="),
+    "COMPARE_LESSTHAN": ("<", ">"),
+    "COMPARE_LESSTHANOREQUALTO": ("<=", ">="),
+}
+LONGEST = 200  # characters of an expression in an error
+
+
+class Threshold(NamedTuple):
+    """A comparison of a column with a number."""
+
+    column: str
+    operator: str  # < <= > >=
+    value: float
 
 
 def columns_of(text: str, setting: str) -> list[str]:
@@ -30,25 +47,23 @@ def columns_of(text: str, setting: str) -> list[str]:
     Raises:
         Refused: the text is no expression of SQL, or reads more than columns.
     """
-    query = "select 1 from entries where (\n{}\n)"
-    tree = _parsed(query.format(text))
-    if tree["error"]:
-        raise Refused(f"{one_line(text)!r}: {one_line(tree['error_message'])}", setting=setting)
+    tree = _parsed_condition(text, setting)
     [statement, *further] = tree["statements"]
     condition = statement["node"].pop("where_clause", None)
-    [usual] = _parsed(query.format("true"))["statements"]
+    [usual] = _parsed_condition("true", setting)["statements"]
     usual["node"].pop("where_clause")
     if further or statement != usual:
-        raise Refused(f"{one_line(text)!r} is no single expression", setting=setting)
+        raise Refused(f"{shown(text)} is no single expression", setting=setting)
     names = []
     parameters = set()
     for part in _parts(condition):
         if part.get("class") in FORBIDDEN:
-            why = f"{one_line(text)!r} has {FORBIDDEN[part['class']]}: use the columns of a row"
+            why = f"{shown(text)} has {FORBIDDEN[part['class']]}: use the columns of a row"
             raise Refused(why, setting=setting)
         if part.get("class") == "FUNCTION" and part["function_name"] in _inconstant():
-            why = f"{one_line(text)!r}: {part['function_name']}() has another value at each run"
-            raise Refused(why, setting=setting)
+            why = f"{shown(text)}: {part['function_name']}() has another value at each run"
+            remedy = "md5_number(url) % 10 = 0 has a tenth of the rows"
+            raise Refused(why, setting=setting, remedy=remedy)
         if part.get("class") == "LAMBDA":
             parameters |= {
                 name for ref in _parts(part["lhs"]) for name in ref.get("column_names", ())
@@ -59,13 +74,19 @@ def columns_of(text: str, setting: str) -> list[str]:
 
 
 def check_expression(
-    text: str, columns: Mapping[str, str], setting: str, *, is_condition: bool = True
+    text: str,
+    columns: Mapping[str, str],
+    setting: str,
+    place: str = "the table of pictures",
+    *,
+    is_condition: bool = True,
 ) -> None:
     """Refuse an expression that is no condition over a table, or no number.
 
     Args:
         columns: name -> type (DuckDB's) of the table's columns.
         setting: dotted setting that has the expression, for errors.
+        place: the table, for errors.
 
     Raises:
         Refused: with the nearest name of a column that the table lacks.
@@ -73,7 +94,7 @@ def check_expression(
     known = {name.lower(): name for name in columns}
     wanted = {name: known.get(name.lower(), name) for name in columns_of(text, setting)}
     for name in wanted.values():
-        require_columns({setting: name}, [*columns], "the table of pictures")
+        require_columns({setting: name}, [*columns], place)
     with duckdb.connect(config={"enable_external_access": False}) as db:
         fields = ", ".join(f"{quoted(name)} {kind}" for name, kind in columns.items())
         db.execute(f"create table entries ({fields})")
@@ -82,13 +103,13 @@ def check_expression(
                 db.execute(f"select 1 from entries where (\n{text}\n)")
             described = db.execute(f"describe select (\n{text}\n) from entries").fetchall()
         except duckdb.Error as error:
-            words = f"{one_line(text)!r}: {one_line(str(error).partition('LINE')[0])}"
+            words = f"{place}: {shown(text)}: {one_line(error).partition('LINE')[0].strip()}"
             raise Refused(words, setting=setting) from None
     kind = described[0][1]
     if is_condition and kind != "BOOLEAN":
-        raise Refused(f"{one_line(text)!r} is of type {kind}: compare it", setting=setting)
+        raise Refused(f"{shown(text)} is of type {kind}: compare it", setting=setting)
     if not is_condition and not _is_number(kind):
-        raise Refused(f"{one_line(text)!r} is of type {kind}, no number", setting=setting)
+        raise Refused(f"{shown(text)} is of type {kind}, no number", setting=setting)
 
 
 def quoted(name: str) -> str:
@@ -102,10 +123,50 @@ def _is_number(kind: str) -> bool:
     )
 
 
-def _parsed(query: str) -> dict[str, Any]:
+def thresholds_of(text: str, setting: str) -> list[Threshold]:
+    """Comparisons of a column with a number in a condition, in its order. Raises Refused."""
+    thresholds = []
+    for part in _parts(_parsed_condition(text, setting)):
+        if part.get("class") == "BETWEEN":
+            sides = [(part["input"], ">=", part["lower"]), (part["input"], "<=", part["upper"])]
+        elif part.get("type") in OPERATORS:
+            operator, exchanged = OPERATORS[part["type"]]
+            sides = [(part["left"], operator, part["right"])]
+            sides += [(part["right"], exchanged, part["left"])]
+        else:
+            continue
+        for side, operator, constant in sides:
+            column = side["child"] if side["class"] == "CAST" else side
+            literal = constant.get("literal", {})
+            if column["class"] == "COLUMN_REF" and literal.get("kind") in ("INTEGER", "NUMERIC"):
+                name = column["column_names"][-1]
+                thresholds.append(Threshold(name, operator, float(literal["text"])))
+    return thresholds
+
+
+def _parsed_condition(text: str, setting: str) -> dict[str, Any]:
+    """The syntax tree of a query with a condition. Raises Refused."""
+    try:
+        tree = json.loads(_serialized(f"select 1 from entries where (\n{text}\n)"))
+    except RecursionError:
+        raise Refused("it is nested too deep", setting=setting) from None
+    if tree["error"]:
+        why = " ".join(str(tree["error_message"]).split())
+        raise Refused(f"{shown(text)}: {why}", setting=setting)
+    return dict(tree)
+
+
+@cache
+def _serialized(query: str) -> str:
     with duckdb.connect(config={"enable_external_access": False}) as db:
         [(tree,)] = db.execute("select json_serialize_sql($1::varchar)", [query]).fetchall()
-    return dict(json.loads(tree))
+    return str(tree)
+
+
+def shown(text: str) -> str:
+    """An expression in an error: one line, not too long."""
+    line = " ".join(text.split())
+    return repr(line if len(line) <= LONGEST else f"{line[:LONGEST]}…")
 
 
 @cache
@@ -117,8 +178,12 @@ def _inconstant() -> set[str]:
 
 
 def _parts(tree: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON tree."""
-    if isinstance(tree, dict):
-        yield tree
-    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        yield from _parts(part)
+    """All objects in a JSON tree, in its order."""
+    rest = [tree]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            yield part
+            rest += reversed(part.values())
+        elif isinstance(part, list):
+            rest += reversed(part)

@@ -14,8 +14,8 @@ from artifacts.filesystems import ask_at_once
 from artifacts.image_shards import ADDITIONAL
 from artifacts.records import FileEntry, read_checked
 from artifacts.store import Artifact
-from tasks.conditions import quoted
 from tasks.download.rows import literal
+from tasks.sql_condition import quoted
 
 SIZES = ("width", "height", "original_width", "original_height")
 SCHEMA = pa.schema(

@@ -29,11 +29,10 @@ from fsspec import AbstractFileSystem
 from numpy.typing import NDArray
 
 from artifacts.records import digest_bytes, digest_json
-from configs.errors import Refused
+from configs.errors import Refused, naming
 from configs.secrets import one_line, without_secrets
 from configs.settings.base_section import Section
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
-from tasks.conditions import Condition, check_condition, quoted, read_condition
 from tasks.download import source_files
 from tasks.download.rows import (
     COLUMNS,
@@ -48,6 +47,7 @@ from tasks.download.rows import (
     text_of,
 )
 from tasks.download.source_files import ListedFile, located, open_file, reading
+from tasks.sql_condition import check_expression, columns_of, quoted
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24
@@ -248,8 +248,7 @@ def read_malformed_list(file: str, source: UrlSource) -> Iterator[pa.Table]:
     format = FORMATS[source.format]
     assert format.tolerant is not None
     table = "lines"
-    condition = condition_of(source)
-    of_condition = condition.columns if condition else ()
+    of_condition = [] if source.where is None else columns_of(source.where, WHERE)
     texts = dict.fromkeys([*named_columns(source).values(), *of_condition])
     if format.is_json:  # DuckDB reads the values, too: Python writes 1e30 and true in other ways
         valid = "if(json_type(try_cast(json as json)) = 'OBJECT', json, '{}')"
@@ -266,8 +265,7 @@ def _read(
     db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file: str
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, made from a table with columns of any types."""
-    if (condition := condition_of(source)) is not None:
-        table = chosen(db, condition, source.format, table, file)
+    table = chosen(db, source, table, file, source.format)
     selected = _selected(db, source, table, file)
     if not source.additional_columns:
         yield from _hashed(db, selected, source.base_url)
@@ -470,41 +468,36 @@ def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file
     """
 
 
-def condition_of(source: UrlSource | DatasetSource) -> Condition | None:
-    """The condition of `source.where`. Raises Refused."""
-    return None if source.where is None else read_condition(source.where, WHERE)
-
-
 def chosen(
-    db: duckdb.DuckDBPyConnection, condition: Condition, format: str, table: str, file: str
+    db: duckdb.DuckDBPyConnection,
+    source: UrlSource | DatasetSource,
+    table: str,
+    file: str,
+    format: str = "parquet",
 ) -> str:
-    """SQL of the rows of a table that meet a condition.
+    """SQL of the rows of a table that meet `source.where`.
 
-    A row whose values cannot be compared does not meet it. Values of text are text, and missing
+    A row whose values cannot be compared does not. In formats of text, values are text, and missing
     ones empty.
 
     Raises:
         Refused: the condition does not fit the columns.
     """
-    known = FORMATS[format]
-    if known.is_json:
-        texts = (f"{_json_text(name)} as {quoted(name)}" for name in condition.columns)
+    if source.where is None:
+        return table
+    columns = columns_of(source.where, WHERE)
+    is_text = format != "parquet"
+    if FORMATS[format].is_json:
+        texts = (f"{_json_text(name)} as {quoted(name)}" for name in columns)
         table = f"(select {', '.join(['json', *texts])} from {table})"
-    elif known.tolerant is not None:
-        texts = (f"coalesce({quoted(n)}, '') as {quoted(n)}" for n in condition.columns)
-        if condition.columns:
-            table = f"(select * replace ({', '.join(texts)}) from {table})"
     types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
-    require_condition(condition, [*types], file)
-    hint = "" if format == "parquet" else f" (columns of {format} are text: try_cast(x as double))"
-    check_condition(condition, types, WHERE, without_secrets(file), hint)
-    return f"(from {table} where {condition.sql})"
-
-
-def require_condition(condition: Condition, columns: Sequence[str], file: str) -> None:
-    """Raise Refused unless a list has the columns of its condition."""
-    for name in condition.columns:
-        source_files.require_columns({WHERE: name}, columns, file)
+    remedy = f"columns of {format} are text, try_cast(x as double) is a number" if is_text else None
+    with naming(WHERE, remedy):
+        check_expression(source.where, types, WHERE, without_secrets(file))
+    if is_text and columns:
+        texts = (f"coalesce({quoted(name)}, '') as {quoted(name)}" for name in columns)
+        table = f"(select * replace ({', '.join(texts)}) from {table})"
+    return f"(from {table} where coalesce(try((\n{source.where}\n)), false))"
 
 
 def kept_rows(file: str, source: DatasetSource) -> NDArray[np.bool_] | None:
@@ -512,12 +505,12 @@ def kept_rows(file: str, source: DatasetSource) -> NDArray[np.bool_] | None:
 
     Raises Refused.
     """
-    if (condition := condition_of(source)) is None:
+    if source.where is None:
         return None
     kept = np.zeros(count_rows(file, "parquet"), bool)
     with reading(file), connection(file) as (db, path):
         table = f"read_parquet({literal(path)}, {OWN_COLUMNS}, file_row_number = true)"
-        rows = chosen(db, condition, "parquet", table, file)
+        rows = chosen(db, source, table, file)
         kept[db.execute(f"select file_row_number as n from {rows}").fetchnumpy()["n"]] = True
     return kept
 
@@ -620,10 +613,11 @@ def require_columns(settings: UrlSource | DatasetSource, format: str, file: str)
     named = named_columns(settings)
     columns = FORMATS[format].columns(file)
     source_files.require_columns(named, columns, file)
-    if (condition := condition_of(settings)) is not None:
-        require_condition(condition, columns, file)
+    if settings.where is not None:
+        for name in columns_of(settings.where, WHERE):
+            source_files.require_columns({WHERE: name}, columns, file)
         with reading(file), connection(file) as (db, path):
-            chosen(db, condition, format, FORMATS[format].table(file, path), file)
+            chosen(db, settings, FORMATS[format].table(file, path), file, format)
     if format != "parquet":
         return
     schema = _parquet_schema(file)

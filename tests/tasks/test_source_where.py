@@ -76,13 +76,16 @@ def test_a_datasets_pictures_that_miss_the_condition_are_no_rows(tmp_path: Path)
     [
         ("scor > 5", "no column 'scor' (did you mean 'score'?)"),
         ("Score > 5", "no column 'Score' (did you mean 'score'?)"),
-        ("score", "a value of type DOUBLE"),
+        ("score", "type DOUBLE: compare it"),
         ("score > 'x", "unterminated string literal"),
         ("url > 5", "Cannot compare values of type VARCHAR"),
         ("score > 5; select 1", "syntax error"),
-        ("score > 5) union select content from read_text('/etc/passwd') where (true", "a query"),
-        ("url in (select content from read_text('/etc/passwd'))", "a query"),
-        ("exists (from glob('/**'))", "a query"),
+        (
+            "score > 5) union select content from read_text('/etc/passwd') where (true",
+            "no single expression",
+        ),
+        ("url in (select content from read_text('/etc/passwd'))", "a subquery"),
+        ("exists (from glob('/**'))", "a subquery"),
         ("random() < 0.1", "md5_number(url) % 10 = 0"),
         ("count(*) > 1", "cannot contain aggregates"),
         ("+".join(["score"] * 900) + " > 1", "nested too deep"),
@@ -101,15 +104,23 @@ def test_a_number_in_a_text_list_is_text_and_the_error_says_how_to_compare_it(
     tmp_path: Path,
 ) -> None:
     file = write_list(tmp_path / "a.csv", SCORED)
-    with pytest.raises(Refused, match=r"columns of csv are text: try_cast\(x as double\)"):
+    with pytest.raises(Refused, match=r"columns of csv are text, try_cast\(x as double\)"):
         download.check(recipe_of(file, "score > 5", "csv"))
 
 
 def test_a_later_file_whose_columns_do_not_fit_is_refused_by_its_name(tmp_path: Path) -> None:
     write_list(tmp_path / "a.parquet", SCORED)
     write_list(tmp_path / "b.parquet", [{"url": "u", "caption": "c", "score": "high"}])
-    with pytest.raises(Refused, match=r"source.where: .*b.parquet: Cannot compare"):
+    with pytest.raises(Refused, match=r"source.where: .*b.parquet: .* Cannot compare"):
         download.plan(recipe_of(tmp_path, "score > 5"))
+
+
+def test_a_later_file_without_the_column_is_refused(tmp_path: Path) -> None:
+    """Its rows would otherwise all be dropped without a word."""
+    write_list(tmp_path / "a.csv", SCORED)
+    write_list(tmp_path / "b.csv", [{"url": "u", "caption": "c", "rating": 9}])
+    with pytest.raises(Refused, match=r"b\.csv has no column 'score'"):
+        download.plan(recipe_of(tmp_path, NUMBER, "csv"))
 
 
 def test_a_list_without_a_row_that_meets_the_condition_is_refused(tmp_path: Path) -> None:

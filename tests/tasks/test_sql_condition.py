@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs.errors import Refused
-from tasks.sql_condition import check_expression, columns_of
+from tasks.sql_condition import Threshold, check_expression, columns_of, thresholds_of
 
 COLUMNS = {"aesthetic": "DOUBLE", "width": "INTEGER", "label": "VARCHAR", "a b": "BOOLEAN"}
 
@@ -37,6 +37,7 @@ def test_an_expression_names_the_columns_that_it_reads() -> None:
         ("read_text('/etc/passwd') = label", "table function"),
         ("columns('a.*') > 1", "a star"),
         ("aesthetic > ?", "no single expression"),
+        ("+".join(["width"] * 900) + " > 1", "nested too deep"),
     ],
 )
 def test_another_text_is_refused_with_the_reason(text: str, words: str) -> None:
@@ -49,3 +50,16 @@ def test_an_order_is_a_number() -> None:
     check_expression("aesthetic - width", COLUMNS, "select.prefer", is_condition=False)
     with pytest.raises(Refused, match="no number"):
         check_expression("label", COLUMNS, "select.prefer", is_condition=False)
+
+
+def test_thresholds_of_a_condition_are_its_comparisons_with_numbers() -> None:
+    text = "aesthetic > 5.5 and not (10 >= width or label = 'x') or try_cast(label as int) < -1"
+    assert thresholds_of(text, "select.where") == [
+        Threshold("aesthetic", ">", 5.5),
+        Threshold("width", "<=", 10.0),
+        Threshold("label", "<", -1.0),
+    ]
+    assert thresholds_of("width between 1 and 2", "select.where") == [
+        Threshold("width", ">=", 1.0),
+        Threshold("width", "<=", 2.0),
+    ]
