@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import ClientError, ClientSession, ClientTimeout, StreamReader
 from PIL import Image
 
-from configs.errors import Away, Failed
+from configs.errors import Away, Failed, UserError
 from configs.settings.caption import Endpoint
 from tasks.caption.captioner import Answer, Decoding, Keep, Question
 from tasks.caption.checks import clean
@@ -80,25 +80,37 @@ class EndpointCaptioner:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         timeout = ClientTimeout(total=self._settings.timeout)
         room = asyncio.Semaphore(2 * self._settings.max_connections)  # pictures in memory
+        errors: list[Exception] = []
 
         async def ask(question: Question, picture: str, name: str) -> None:
-            keep(question.row, name, await self._answer(session, picture, name))
+            try:
+                if not errors:
+                    keep(question.row, name, await self._answer(session, picture, name))
+            except UserError as error:
+                errors.append(error)
             room.release()
 
         remaining = iter(questions)
-        try:
-            async with (
-                # A proxy of the environment would see the key.
-                ClientSession(headers=headers, timeout=timeout, trust_env=False) as session,
-                asyncio.TaskGroup() as tasks,
-            ):
-                while question := await asyncio.to_thread(next, remaining, None):
-                    picture = await asyncio.to_thread(data_url, question.picture)
-                    for name in question.prompts:
-                        await room.acquire()
-                        tasks.create_task(ask(question, picture, name))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+
+        def following() -> Question | None:
+            try:
+                return next(remaining, None)
+            except Exception as error:  # of the image shard
+                errors.append(error)
+                return None
+
+        async with (
+            # A proxy of the environment would see the key.
+            ClientSession(headers=headers, timeout=timeout, trust_env=False) as session,
+            asyncio.TaskGroup() as requests,  # those under way end before an error is raised
+        ):
+            while not errors and (question := await asyncio.to_thread(following)):
+                picture = await asyncio.to_thread(data_url, question.picture)
+                for name in question.prompts:
+                    await room.acquire()
+                    requests.create_task(ask(question, picture, name))
+        if errors:
+            raise errors[0]
 
     def _body(self, picture: str, name: str) -> bytes:
         image = {"type": "image_url", "image_url": {"url": picture}}

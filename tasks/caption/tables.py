@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from artifacts.records import open_checked
+from artifacts.records import canonical_json, open_checked
 from artifacts.store import Artifact
 from configs.settings.caption import Caption
 
 SUFFIX = ".parquet"
+#: File of an artifact: the rule by which training reads its captions.
+RULE = "rule.json"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,29 @@ class CaptionedSample:
         return tuple(text for name, text in self.texts.items() if name not in bad)
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Which captions of a picture training reads; see configs.settings.caption.Caption."""
+
+    prefix: str = ""
+    keep_source: bool = False
+    on_bad: str = "source"
+
+    @classmethod
+    def of(cls, settings: Caption) -> Rule:
+        return cls(settings.prefix, settings.keep_source, settings.on_bad)
+
+    def as_json(self) -> bytes:
+        return canonical_json(asdict(self))
+
+    @classmethod
+    def read(cls, artifact: Artifact) -> Rule:
+        """The rule of a captions artifact."""
+        return cls(**json.loads(artifact.read(RULE)))
+
+
 def captions_to_train(
-    sample: CaptionedSample, source: Sequence[str], settings: Caption
+    sample: CaptionedSample, source: Sequence[str], rule: Rule
 ) -> tuple[str, ...] | None:
     """The captions that training reads, at least one, with the prefix; None: it is left out.
 
@@ -51,12 +74,12 @@ def captions_to_train(
         source: the captions of the source; empty ones count as none.
     """
     kept = tuple(filter(None, source))
-    captions = (*sample.good, *(kept if settings.keep_source else ()))
-    if not captions and settings.on_bad == "drop":
+    captions = (*sample.good, *(kept if rule.keep_source else ()))
+    if not captions and rule.on_bad == "drop":
         return None
-    if not captions and settings.on_bad == "source":
+    if not captions and rule.on_bad == "source":
         captions = kept
-    prefixed = (f"{settings.prefix}{caption}".strip() for caption in captions or ("",))
+    prefixed = (f"{rule.prefix}{caption}".strip() for caption in captions or ("",))
     return tuple(dict.fromkeys(prefixed))
 
 

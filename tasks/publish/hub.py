@@ -20,10 +20,10 @@ from artifacts.records import write_atomic
 from artifacts.store import MANIFEST
 from configs.checks import Finding, fine, note
 from configs.errors import Away, Failed, Refused, UserError
-from configs.settings.recipe import team_of
 from tasks.build_or_reuse import REPORT
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
+from tasks.secret_blocks import block, block_name
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
@@ -238,19 +238,9 @@ def command(registry: Registry, version: Version, repo: str, *, private: bool) -
 
 def token_block(model: str) -> str:
     """Name of Prefect's secret block with the hub token; each team has its own."""
-    return "-".join(filter(None, ("hub-token", team_of(model))))
+    return block_name("hub-token", model)
 
 
 def _token(model: str) -> str | None:
     """The token of HF_TOKEN, else of Prefect's block in a flow, else None: that of the login."""
-    from prefect.context import FlowRunContext
-
-    if os.environ.get("HF_TOKEN") or FlowRunContext.get() is None:
-        return None
-    from prefect.blocks.system import Secret
-
-    try:
-        block: Any = Secret.load(token_block(model))
-        return str(block.get())
-    except ValueError:  # no such block
-        return None
+    return None if os.environ.get("HF_TOKEN") else block("hub-token", model)

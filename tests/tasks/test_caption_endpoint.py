@@ -1,10 +1,13 @@
 """Captions by servers of chat completions: retries, shared load, budgets and errors."""
 
+from collections.abc import Iterator
+
 import pytest
 from caption_server import CaptionServer
 from loopback_server import refusing
 from PIL import Image
 
+from artifacts.records import Damaged
 from configs.errors import Away, Failed
 from configs.settings.caption import Endpoint
 from tasks.caption.captioner import Answer, Decoding, Question
@@ -75,3 +78,14 @@ def test_no_proxy_of_the_environment_sees_the_key(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         captions_of(server.base_url, pictures=2)
     assert not proxy.keys
+
+
+def test_a_damaged_image_shard_is_told_as_such() -> None:
+    def damaged() -> Iterator[Question]:
+        yield Question(0, Image.new("RGB", (32, 32)), ("short",))
+        raise Damaged("the tar is damaged")
+
+    with CaptionServer() as server, pytest.raises(Damaged, match="the tar is damaged"):
+        endpoint = Endpoint(urls=(server.base_url,), model="tiny")
+        captioner = EndpointCaptioner(endpoint, Decoding(64, 0.0, 0), {"short": "describe"}, None)
+        captioner.caption(damaged(), lambda *_: None)

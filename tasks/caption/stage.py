@@ -1,0 +1,306 @@
+"""The caption stage: key, build, checks and panels of the captions artifact."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from PIL import Image, ImageOps
+
+from artifacts.image_shards import read_tar
+from artifacts.models import digest_model, resolve_model
+from artifacts.records import FileEntry, digest_json
+from artifacts.store import Artifact, Draft, Shard, Store
+from configs.errors import Failed, naming
+from configs.settings.caption import Caption
+from configs.settings.recipe import Recipe
+from tasks.beam.workers import REPORTS, beam_options, quiet_import
+from tasks.build_or_reuse import Stage, recent_artifacts
+from tasks.caption.shard import STAGE, VERSION, CaptioningPlan, caption_request, rows_in_hex
+from tasks.caption.tables import RULE, Rule, captions_to_train, read_captions, tables_of
+from tasks.code_version import runtime_facts, versions
+from tasks.encode.crop_to_bucket import BadSample, decode
+from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
+from tasks.progress import Report
+from tasks.secret_blocks import secret
+
+if TYPE_CHECKING:
+    from tasks.devices.commit_shards import ShardTask
+
+KEY = "KILN_CAPTION_KEY"
+BLOCK = "caption-key"
+#: Earlier artifacts whose captions are used again, the newest first.
+EARLIER = 3
+EXAMPLES = "examples.json"
+PICTURES = "examples.png"
+SHOWN = 12  # examples
+SIDE = 128  # of their pictures, in pixels
+log = logging.getLogger("kiln")
+
+
+@dataclass(frozen=True)
+class CaptionStage(Stage):
+    """Captions of the chosen pictures, as tables beside the image shards."""
+
+    recipe: Recipe
+    images: Artifact
+    selected: Artifact | None = None
+    described: Artifact | None = None
+
+    name = STAGE
+    version = VERSION
+
+    @property
+    def chosen(self) -> Caption:
+        """The section of the recipe."""
+        assert self.recipe.caption is not None
+        return self.recipe.caption
+
+    @cached_property
+    def model(self) -> Path | None:
+        """The local folder of the model; None for an endpoint. Raises Refused."""
+        if self.chosen.endpoint is not None:
+            return None
+        with naming("caption.model"):
+            return resolve_model(self.chosen.model, revision=self.chosen.revision)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect the captions."""
+        return self.chosen.key_settings()
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The pictures, the choice of them, and the model. Raises Refused."""
+        inputs = {"images": self.images.digest}
+        if self.selected is not None:
+            inputs["selected"] = self.selected.digest
+        if self.model is not None:
+            inputs["model"] = digest_model(self.model)
+        return inputs
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The pictures, and what chose them."""
+        chosen = {"selected": self.selected, "described": self.described}
+        return {"images": self.images} | {n: a for n, a in chosen.items() if a is not None}
+
+    @cached_property
+    def prompts(self) -> dict[str, str]:
+        """Prompt's name -> digest of all that its captions of a picture depend on, by name."""
+        chosen = self.chosen
+        captioner = {"model": self.inputs.get("model"), "dtype": chosen.dtype}
+        if chosen.endpoint is not None:
+            captioner = {"endpoint": chosen.endpoint.model}
+        common = captioner | {
+            "version": VERSION,
+            "max_new_tokens": chosen.max_new_tokens,
+            "temperature": chosen.temperature,
+            "seed": chosen.seed,
+            "image_size": chosen.image_size,
+            "max_pixels": self.recipe.download.max_pixels,
+        }
+        prompts = sorted(chosen.prompts.items())
+        return {name: digest_json(common | {"prompt": prompt}) for name, prompt in prompts}
+
+    def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
+        """Caption the pictures without captions, and add all tables.
+
+        Raises:
+            Refused: the model or the settings are invalid; nothing was captioned.
+            Failed: more than `caption.max_bad` of the captions are bad.
+            Away: no server answers.
+        """
+        shards = self.caption_missing(draft.store, f"{draft.path}/{REPORTS}", progress)
+        for shard in shards:
+            draft.add_shard(shard)
+        rule = Rule.of(self.chosen)
+        draft.write(RULE, rule.as_json())
+        self._write_examples(draft, shards, rule)
+        summary = summarise(shards) | {"prompts": self.prompts}
+        self.check(summary)
+        return summary | {"run": runtime_facts(CaptioningPlan.runtime)}
+
+    def caption_missing(self, store: Store, reports: str, progress: Report) -> list[Shard]:
+        """The tables of all image shards with chosen pictures; those that lack are made.
+
+        Several flows may do so at once: each table is made by one of them.
+
+        Args:
+            reports: folder of the workers' reports, for this flow alone.
+
+        Raises:
+            Refused, Failed, Away: as `build`.
+        """
+        with quiet_import():
+            from tasks.devices.commit_shards import CommitShards, commit_shards
+
+        tasks = self._tasks(store)
+        if not tasks:
+            raise Failed("caption: no picture is chosen")
+        is_endpoint = self.chosen.endpoint is not None
+        plan = CaptioningPlan(
+            settings=self.chosen.model_dump(mode="json"),
+            prompts=self.prompts,
+            max_pixels=self.recipe.download.max_pixels,
+            model=None if self.model is None else str(self.model),
+            key=secret(KEY, BLOCK, self.recipe.publish.name) if is_endpoint else None,
+            device="cpu" if is_endpoint else self.chosen.device,
+        )
+        options = beam_options(self.recipe, "caption")
+        processes = None if is_endpoint else self.chosen.processes
+        dofn = CommitShards(store.url, reports, plan, processes)
+        return commit_shards(tasks, store, dofn, options, progress)
+
+    def _tasks(self, store: Store) -> list[ShardTask]:
+        """What to caption, once for image shards with equal bytes."""
+        from tasks.devices.commit_shards import ShardTask
+
+        rows_of = self._kept_rows()
+        known = self._earlier(store)
+        checks = self.settings["checks"]
+        tasks = {}
+        for entry in self._tars():
+            rows = None if rows_of is None else rows_of.get(entry.sha256, [])
+            if rows == []:
+                continue
+            kept = None if rows is None else rows_in_hex(rows)
+            facts = {"stage": STAGE, "version": VERSION, "tar": entry.sha256, "rows": kept}
+            key = digest_json(facts | {"prompts": self.prompts, "checks": checks})
+            request = caption_request(
+                key, self.images.url(entry.path), entry.sha256, kept, known.get(entry.sha256, ())
+            )
+            count = entry.meta["samples"] if rows is None else len(rows)
+            tasks[key] = ShardTask((key,), request, count)
+        return list(tasks.values())
+
+    def _tars(self) -> Iterator[FileEntry]:
+        return (entry for entry in self.images.files if entry.path.endswith(".tar"))
+
+    def _kept_rows(self) -> dict[str, list[int]] | None:
+        """Sha256 of an image shard -> its chosen rows; None: all are chosen."""
+        return None
+
+    def _earlier(self, store: Store) -> dict[str, list[dict[str, Any]]]:
+        """Sha256 of an image shard -> earlier tables with captions of the same prompts."""
+        known: dict[str, list[dict[str, Any]]] = {}
+        digests = set(self.prompts.values())
+        alike = (
+            artifact
+            for artifact in recent_artifacts(store, STAGE)
+            if artifact and digests & set(artifact.summary["prompts"].values())
+        )
+        for artifact in islice(alike, EARLIER):
+            if (whole := store.load(STAGE, artifact.key)) is not None:
+                for sha256, table in tables_of(whole).items():
+                    known.setdefault(sha256, []).append(table)
+        return known
+
+    def _write_examples(self, draft: Draft, shards: Sequence[Shard], rule: Rule) -> None:
+        """Write pictures and captions of the first image shard, for people."""
+        tars = {entry.sha256: self.images.url(entry.path) for entry in self._tars()}
+        shard = shards[0]
+        store = draft.store
+        table = store.shard_url(STAGE, shard.files[0].path), shard.files[0].sha256
+        pictures: list[Image.Image] = []
+        examples: list[dict[str, Any]] = []
+        samples = read_tar(tars[shard.meta["tar"]])
+        for sample, captions in zip(samples, read_captions(*table), strict=False):
+            if len(examples) == SHOWN:
+                break
+            if captions.reasons is None:
+                continue
+            try:
+                image = decode(sample.image, self.recipe.download.max_pixels)
+            except BadSample:
+                continue
+            pictures.append(ImageOps.pad(image, (SIDE, SIDE), color="white"))
+            trained = captions_to_train(captions, sample.captions, rule)
+            examples.append(
+                {
+                    "texts": dict(captions.texts),
+                    "reasons": dict(captions.reasons),
+                    "source": sample.captions[0],
+                    "trained": None if trained is None else list(trained),
+                }
+            )
+        draft.write(EXAMPLES, json.dumps(examples).encode())
+        if pictures:
+            page = picture_grid(pictures, len(pictures), 6, gap=4)
+            draft.write(PICTURES, to_png(page))
+
+    def check(self, summary: dict[str, Any]) -> None:
+        """Raise Failed for too many bad captions."""
+        bad = sum(summary["bad"].values())
+        total = bad + sum(summary["good"].values())
+        if bad > self.chosen.max_bad * total:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in summary["bad"].items())
+            raise Failed(
+                f"caption: {bad} of {total} captions are bad ({reasons}), more than "
+                f"caption.max_bad ({self.chosen.max_bad:g}) allows: look at caption.checks, the "
+                "prompts and the model"
+            )
+        if summary["without"]:
+            log.info(
+                "caption: each caption of %d of %d pictures is bad (caption.on_bad: %s)",
+                *(summary["without"], summary["kept"], self.chosen.on_bad),
+            )
+
+    def helper(self, store: Store, progress: Report) -> Callable[[], object]:
+        """A call that captions shards beside another host's build."""
+        reports = f"{store.root}/{self.name}/{self.parts.key}/{REPORTS}-{uuid4().hex}"
+        return partial(self.caption_missing, store, reports, progress)
+
+    def versions(self) -> Mapping[str, str]:
+        """The code, and the packages that caption."""
+        return versions(CaptioningPlan.runtime)
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """Counts by reason, and examples with what training reads."""
+        summary = artifact.summary
+        facts = {"pictures": summary["kept"], "without a good caption": summary["without"]}
+        good = [{"prompt": name, "good captions": n} for name, n in summary["good"].items()]
+        bad = [{"bad captions": reason, "count": n} for reason, n in summary["bad"].items()]
+        panels: list[Panel] = [
+            Facts("Captioned", facts),
+            Table("Good captions", good, bars="good captions"),
+            Table("Bad captions", bad, bars="count"),
+        ]
+        examples = json.loads(artifact.read(EXAMPLES))
+        if examples:
+            rows = [{"": n + 1, **_example(example)} for n, example in enumerate(examples)]
+            panels.append(PicturePanel("Examples, row by row", artifact.read(PICTURES)))
+            panels.append(Table("Their captions", rows))
+        return panels
+
+
+def _example(example: dict[str, Any]) -> dict[str, str]:
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in example["reasons"].items())
+    trained = example["trained"]
+    read = "left out" if trained is None else " / ".join(trained) or "(empty)"
+    return {"training reads": read, "bad": reasons, "source": example["source"]}
+
+
+def summarise(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Counts over all tables."""
+    good: Counter[str] = Counter()
+    bad: Counter[str] = Counter()
+    for shard in shards:
+        good.update(shard.meta["good"])
+        bad.update(shard.meta["bad_reasons"])
+    return {
+        "kept": sum(shard.meta["kept"] for shard in shards),
+        "good": dict(sorted(good.items())),
+        "bad": dict(bad.most_common()),
+        "without": sum(shard.meta["without"] for shard in shards),
+        "shards": len(shards),
+    }
