@@ -1,7 +1,7 @@
 """Groups of duplicates: pictures with near hashes and thumbnails, or with near embeddings.
 
-Groups are closed transitively. A group's number is the row of its first picture. Rows are sorted by
-sha256, so that the groups depend neither on the order of shards nor on that of entries.
+Groups are closed transitively. A group's number is that of its first picture. Pictures are sorted
+by sha256, so that the groups depend neither on the order of shards nor on that of entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tasks.encode.near_duplicates import LEAST_CORRELATION, mirror_parts
 Rows = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 #: Each round sorts the hashes by another order of their bits, and compares each with the next ones.
-ROUNDS = 48
+ROUNDS = 64
 WINDOW = 8
 #: Pairs of thumbnails, or queries of embeddings, at once.
 BLOCK = 1 << 14
@@ -50,31 +50,34 @@ def join(groups: Rows, some: Rows, others: Rows) -> Rows:
 
 
 def join_near_hashes(
-    groups: Rows, hashes: Hashes, mirrored: Hashes, thumbnails: NDArray[np.uint8], distance: int
+    groups: Rows,
+    rows: Rows,
+    hashes: Hashes,
+    mirrored: Hashes,
+    thumbnails: NDArray[np.uint8],
+    distance: int,
 ) -> Rows:
     """The groups, after pictures with near hashes and correlated thumbnails were joined.
 
     Hashes that differ in few bits are near each other in some of the sorted orders (Charikar, 2002,
-    section 3). Of 20 million random ones, pairs with 4 different bits are found nearly always, with
-    8 bits in nine of ten cases.
+    section 3). docs/benchmarks.md has the share of pairs that are found.
 
     Args:
         groups: i64 [N].
+        rows: the pictures that have a hash, i64 [M].
         hashes: perceptual hashes, u64 [N].
         mirrored: those of the mirror images, u64 [N].
         thumbnails: u8 [N, 16, 16]; may be on a disk.
         distance: maximum number of bits in which hashes differ.
     """
-    count = len(hashes)
-    both = np.concatenate([hashes, mirrored])
+    both = np.concatenate([hashes[rows], mirrored[rows]])
     for seed in range(ROUNDS):
         order = _sorted_rows(both, seed)
         pairs = _near_in_window(both[order], distance)
-        some = order[pairs[0]] % count
-        others = order[pairs[1]] % count
-        apart = groups[some] != groups[others]
-        keys = np.minimum(some, others)[apart] * count + np.maximum(some, others)[apart]
-        some, others = np.divmod(np.unique(keys), count)
+        ends = rows[order[pairs] % len(rows)]
+        ends = ends[:, groups[ends[0]] != groups[ends[1]]]
+        keys = np.unique(ends.min(axis=0) * len(groups) + ends.max(axis=0))
+        some, others = np.divmod(keys, len(groups))
         near = _correlated(thumbnails, some, others)
         groups = join(groups, some[near], others[near])
     return groups
@@ -122,52 +125,60 @@ def _correlated(thumbnails: NDArray[np.uint8], some: Rows, others: Rows) -> NDAr
     return near
 
 
-def join_near_embeddings(groups: Rows, embeddings: NDArray[np.float16], min_cosine: float) -> Rows:
+def join_near_embeddings(
+    groups: Rows, rows: Rows, embeddings: NDArray[np.float16], min_cosine: float
+) -> Rows:
     """The groups, after pictures with near embeddings were joined.
 
     An inverted file of halves is searched (faiss): a query reads the PROBED nearest lists.
 
     Args:
         groups: i64 [N].
-        embeddings: f16 [N, D], of any length.
+        rows: the pictures that have an embedding, i64 [M].
+        embeddings: f16 [N, D], of any length; may be on a disk.
         min_cosine: from which embeddings are near.
     """
     import faiss
 
-    count, width = embeddings.shape
-    lists = max(1, count // LIST_SIZE)
-    ip = faiss.METRIC_INNER_PRODUCT
-    index = faiss.index_factory(width, f"IVF{lists},SQfp16", ip)
+    if len(rows) == 0:
+        return groups
+    width = embeddings.shape[1]
+    lists = max(1, len(rows) // LIST_SIZE)
+    kind = f"IVF{lists},SQfp16"
+    index: Any = faiss.index_factory(width, kind, faiss.METRIC_INNER_PRODUCT)
     index.nprobe = PROBED
-    index.train(_sample(embeddings, lists))
-    for start in range(0, count, BLOCK):
-        index.add(unit(embeddings[start : start + BLOCK]))
-    for start in range(0, count, BLOCK):
-        queries = unit(embeddings[start : start + BLOCK])
-        limits, _, found = index.range_search(queries, min_cosine)
-        some = start + np.repeat(np.arange(len(queries)), np.diff(limits.astype(np.int64)))
-        groups = join(groups, some, found)
+    index.train(_sample(embeddings, rows, lists))
+    blocks = [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
+    for block in blocks:
+        index.add(unit(embeddings[block]))
+    for block in blocks:
+        limits, _, found = index.range_search(unit(embeddings[block]), min_cosine)
+        some = np.repeat(block, np.diff(limits.astype(np.int64)))
+        groups = join(groups, some, rows[found])
     return groups
 
 
-def clusters(embeddings: NDArray[np.float16], count: int) -> NDArray[np.int64]:
-    """The cluster of each embedding by spherical k-means (faiss), i64 [N].
+def clusters(rows: Rows, embeddings: NDArray[np.float16], count: int) -> NDArray[np.int64]:
+    """The clusters of embeddings by spherical k-means (faiss), i64 [M].
 
     Args:
-        embeddings: f16 [N, D], of any length.
+        rows: the pictures that have an embedding, i64 [M].
+        embeddings: f16 [N, D], of any length; may be on a disk.
         count: clusters; at most one for each embedding.
     """
     import faiss
 
-    count = min(count, len(embeddings))
+    count = min(count, len(rows))
+    if count == 0:
+        return rows
     kmeans = faiss.Kmeans(embeddings.shape[1], count, niter=20, seed=1, spherical=True)
     kmeans.cp.min_points_per_centroid = 1
-    kmeans.train(_sample(embeddings, count))
-    found = np.zeros(len(embeddings), np.int64)
-    for start in range(0, len(embeddings), BLOCK):
-        block = slice(start, start + BLOCK)
-        found[block] = kmeans.index.search(unit(embeddings[block]), 1)[1][:, 0]
-    return found
+    kmeans.train(_sample(embeddings, rows, count))
+    found = [
+        kmeans.index.search(unit(embeddings[rows[start : start + BLOCK]]), 1)[1][:, 0]
+        for start in range(0, len(rows), BLOCK)
+    ]
+    return np.concatenate(found)
 
 
 def unit(embeddings: NDArray[Any]) -> NDArray[np.float32]:
@@ -177,6 +188,6 @@ def unit(embeddings: NDArray[Any]) -> NDArray[np.float32]:
     return vectors
 
 
-def _sample(embeddings: NDArray[np.float16], centroids: int) -> NDArray[np.float32]:
+def _sample(embeddings: NDArray[np.float16], rows: Rows, centroids: int) -> NDArray[np.float32]:
     """Evenly spaced embeddings, TRAINED_ON per centroid, of length 1."""
-    return unit(embeddings[:: max(1, len(embeddings) // (TRAINED_ON * centroids))])
+    return unit(embeddings[rows[:: max(1, len(rows) // (TRAINED_ON * centroids))]])

@@ -1,0 +1,219 @@
+"""Which entries of the data set are kept, and the reason of each other one.
+
+An entry is dropped for the first reason that applies, in the order of `choose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import BytesIO
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from artifacts.store import Artifact
+from configs.settings.select import Select
+from tasks.sql_condition import columns_of, quoted
+
+FILE = "selection.parquet"
+#: Columns of entries that every selection reads.
+OWN = ("tar", "row", "id", "near", "similar")
+LEAKED = "near-duplicate of a held-out picture"
+Rows = NDArray[np.int64]
+
+
+def read_selection(artifact: Artifact) -> pa.Table:
+    """One row per entry of the images artifact, sorted by `tar` and `row`.
+
+    `tar` string: sha256 (hex) of the image shard's tar; `row` int32: position in it; `id` binary
+    (32): sha256 of the picture; `kept` bool; `reason` string: why it was dropped, "" if it was not;
+    `group` int64: number of its group of duplicates, null without a duplicate; then the columns
+    that the recipe's conditions read.
+
+    Raises:
+        Damaged: the file has other bytes than committed.
+    """
+    return pq.read_table(BytesIO(artifact.read(FILE)), pre_buffer=False)
+
+
+def shown_columns(select: Select, columns: Mapping[str, str]) -> list[str]:
+    """Columns of entries that a selection depends on, beside OWN; their order is the recipe's.
+
+    Args:
+        columns: name -> type of the columns that there are.
+    """
+    named = [
+        *(columns_of(select.where, "select.where") if select.where else ()),
+        *(columns_of(select.prefer, "select.prefer") if select.prefer else ()),
+        *select.cap,
+        *([select.balance.by] if select.balance else ()),
+    ]
+    known = {name.lower(): name for name in columns}
+    found = dict.fromkeys(known.get(name.lower(), name) for name in named)
+    return [name for name in found if name not in OWN]
+
+
+def read_entries(db: duckdb.DuckDBPyConnection, select: Select, shown: list[str]) -> pa.Table:
+    """What `choose` reads of each entry: OWN, `meets`, `preference`, `pixels` and `shown`.
+
+    Args:
+        db: has a view `entries`.
+    """
+    parts = {
+        "meets": f"(\n{select.where or 'true'}\n)",
+        "preference": f"cast((\n{select.prefer or '0'}\n) as double)",
+        "pixels": "cast(original_width as bigint) * original_height",
+    }
+    computed = [f"{value} as kiln_{name}" for name, value in parts.items()]
+    chosen = ", ".join([*OWN, *computed, *map(quoted, shown)])
+    return db.sql(f"select {chosen} from entries order by tar, row").to_arrow_table()
+
+
+class _Remaining:
+    """The entries that no reason has dropped yet.
+
+    Attributes:
+        code: number of the reason in `reasons`, i16 [N]; 0: kept.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.code = np.zeros(count, np.int16)
+        self.reasons = [""]
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        return self.code == 0
+
+    def drop(self, dropped: NDArray[np.bool_], reason: str) -> None:
+        """Drop those of some entries, a mask [N], that remain."""
+        self.code[dropped & self.kept] = len(self.reasons)
+        self.reasons.append(reason)
+
+    def places(self, values: Rows, order: Rows) -> Rows:
+        """How many remaining entries of the same value precede each in an order; -1 if dropped.
+
+        Args:
+            values: i64 [N].
+            order: all rows, i64 [N].
+        """
+        kept = order[self.kept[order]]
+        by_value = kept[np.argsort(values[kept], kind="stable")]
+        in_turn = values[by_value]
+        starts = np.flatnonzero(np.append(True, in_turn[1:] != in_turn[:-1])[: len(kept)])
+        lengths = np.diff(np.append(starts, len(kept)))
+        places = np.full(len(order), -1)
+        places[by_value] = np.arange(len(kept)) - np.repeat(starts, lengths)
+        return places
+
+
+def choose(
+    entries: pa.Table, select: Select, described: set[str], holdout: float
+) -> tuple[pa.Table, dict[str, Any]]:
+    """The selection as `read_selection` returns it, and its counts.
+
+    Args:
+        entries: of `read_entries`.
+        described: columns of descriptions, which are null where a picture could not be described.
+        holdout: fraction of the pictures in the held-out split.
+    """
+    count = len(entries)
+    shown = [name for name in entries.column_names if name not in OWN]
+    shown = [name for name in shown if not name.startswith("kiln_")]
+    ids = _numbers_of_ids(entries["id"])
+    held_out = ids[:, 0] / 2.0**64 < holdout
+    # The split follows the first bytes of the sha256, so a choice by them would prefer one side.
+    tie = ids[:, 3]
+    preference = entries["kiln_preference"].to_numpy()
+    preferred = np.lexsort((tie, np.where(np.isnan(preference), np.inf, -preference)))
+    near = entries["near"].to_numpy()
+    similar = entries["similar"].to_numpy()
+    remaining = _Remaining(count)
+
+    meets = pc.fill_null(entries["kiln_meets"], False).to_numpy()
+    unknown = entries["kiln_meets"].is_null().to_numpy()
+    for name in shown:
+        if name in described:
+            missing = unknown & entries[name].is_null().to_numpy()
+            remaining.drop(missing, f"not described: {name}")
+    remaining.drop(~meets, f"where: {select.where}")
+
+    duplicates = select.duplicates
+    best = {
+        "largest": np.lexsort((tie, -entries["kiln_pixels"].to_numpy())),
+        "best": preferred,
+        "first": np.arange(count),
+    }[duplicates.keep]
+    if duplicates.exact:
+        remaining.drop(remaining.places(_pictures(ids), best) > 0, "exact duplicate")
+    kept_out = similar[held_out & remaining.kept]
+    remaining.drop(~held_out & np.isin(similar, kept_out), LEAKED)
+    if duplicates.perceptual:
+        remaining.drop(remaining.places(near, best) > 0, "near-duplicate")
+    if duplicates.semantic:
+        remaining.drop(remaining.places(similar, best) > 0, "semantic duplicate")
+
+    for name, most in select.cap.items():
+        over = remaining.places(_codes(entries[name]), preferred) >= most
+        remaining.drop(over, f"cap of {name}")
+    order = preferred
+    if select.balance is not None:
+        values = _codes(entries[select.balance.by])
+        sizes = np.bincount(values[remaining.kept])
+        rarest = sizes[sizes > 0].min(initial=count)
+        places = remaining.places(values, preferred)
+        most = int(rarest * select.balance.factor)
+        remaining.drop(places >= most, f"balance of {select.balance.by}")
+        order = preferred[np.argsort(places[preferred], kind="stable")]
+    if select.limit is not None:
+        all_alike = np.zeros(count, np.int64)
+        remaining.drop(remaining.places(all_alike, order) >= select.limit, "limit")
+
+    groups, sizes = np.unique(similar, return_counts=True)
+    single = np.isin(similar, groups[sizes == 1])
+    reasons = pa.DictionaryArray.from_arrays(remaining.code, remaining.reasons)
+    columns = {
+        **{name: entries[name] for name in ("tar", "row", "id")},
+        "kept": remaining.kept,
+        "reason": reasons.cast(pa.string()),
+        "group": pa.array(similar, mask=single),
+        **{name: entries[name] for name in shown},
+    }
+    counts = np.bincount(remaining.code, minlength=len(remaining.reasons))
+    by_reason = zip(remaining.reasons[1:], counts[1:].tolist(), strict=True)
+    summary = {
+        "entries": count,
+        "kept": int(counts[0]),
+        "held_out": int((held_out & remaining.kept).sum()),
+        "reasons": {reason: n for reason, n in by_reason if n},
+        "groups": int((sizes > 1).sum()),
+        "largest_group": int(sizes.max(initial=0)),
+    }
+    return pa.table(columns), summary
+
+
+def _numbers_of_ids(ids: pa.ChunkedArray) -> NDArray[np.uint64]:
+    """sha256 of pictures as four numbers of 64 bits, the first bytes in the first: u64 [N, 4]."""
+    fixed = ids.cast(pa.binary(32)).combine_chunks()
+    numbers = np.frombuffer(fixed.buffers()[1], ">u8").reshape(-1, 4)
+    return numbers[fixed.offset : fixed.offset + len(fixed)].astype(np.uint64)
+
+
+def _pictures(ids: NDArray[np.uint64]) -> Rows:
+    """A number for each picture, by half of its sha256: i64 [N]."""
+    order = np.lexsort((ids[:, 1], ids[:, 0]))
+    in_turn = ids[order, :2]
+    is_new = (in_turn[1:] != in_turn[:-1]).any(axis=1)
+    numbers = np.zeros(len(ids), np.int64)
+    numbers[order[1:]] = np.cumsum(is_new)
+    return numbers
+
+
+def _codes(column: pa.ChunkedArray) -> Rows:
+    """A number for each value of a column, null too: i64 [N]."""
+    encoded = column.combine_chunks().dictionary_encode(null_encoding="encode")
+    return encoded.indices.to_numpy().astype(np.int64)
