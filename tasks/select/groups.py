@@ -14,9 +14,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from configs.settings.select import Select
+from tasks.conditions import quoted
 from tasks.encode.near_duplicates import SIDE
 from tasks.select import duplicates
-from tasks.sql_condition import quoted
 
 #: Rows of a batch from DuckDB.
 BATCH = 1 << 14

@@ -5,7 +5,7 @@ An entry is dropped for the first reason that applies, in the order of `choose`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from artifacts.store import Artifact
 from configs.settings.select import Select
-from tasks.sql_condition import columns_of, quoted
+from tasks.conditions import Condition, check_condition, quoted, read_condition
+from tasks.download.source_files import require_columns
 
 FILE = "selection.parquet"
 #: Columns of entries that every selection reads.
 OWN = ("tar", "row", "id", "near", "similar")
+COMPUTED = "kiln_"
 LEAKED = "near-duplicate of a held-out picture"
 Rows = NDArray[np.int64]
 
@@ -41,37 +43,64 @@ def read_selection(artifact: Artifact) -> pa.Table:
     return pq.read_table(BytesIO(artifact.read(FILE)), pre_buffer=False)
 
 
-def shown_columns(select: Select, columns: Mapping[str, str]) -> list[str]:
-    """Columns of entries that a selection depends on, beside OWN; their order is the recipe's.
+def expressions_of(select: Select) -> dict[str, Condition]:
+    """The expressions of a section, parsed, by their settings. Raises Refused."""
+    texts = {"select.where": select.where, "select.prefer": select.prefer}
+    return {name: read_condition(text, name) for name, text in texts.items() if text is not None}
+
+
+def columns_of(select: Select) -> dict[str, str]:
+    """The columns that a section names -> the setting that does so, in order. Raises Refused."""
+    columns = {f"select.cap.{name}": (name,) for name in select.cap}
+    if select.balance is not None:
+        columns["select.balance.by"] = (select.balance.by,)
+    columns |= {setting: parsed.columns for setting, parsed in expressions_of(select).items()}
+    named = {name: setting for setting, names in columns.items() for name in names}
+    return named
+
+
+def check_columns(select: Select, types: Mapping[str, str], place: str) -> dict[str, str]:
+    """The columns, as a table spells them, that a section reads -> their types.
 
     Args:
-        columns: name -> type of the columns that there are.
+        types: name -> type (DuckDB's) of the table's columns.
+        place: the table, for people.
+
+    Raises:
+        Refused: a column is absent, or an expression does not fit its columns.
     """
-    named = [
-        *(columns_of(select.where, "select.where") if select.where else ()),
-        *(columns_of(select.prefer, "select.prefer") if select.prefer else ()),
-        *select.cap,
-        *([select.balance.by] if select.balance else ()),
-    ]
-    known = {name.lower(): name for name in columns}
-    found = dict.fromkeys(known.get(name.lower(), name) for name in named)
-    return [name for name in found if name not in OWN]
+    spelt = {name.lower(): name for name in types}  # DuckDB ignores case
+    named = {spelt.get(name.lower(), name): setting for name, setting in columns_of(select).items()}
+    for name, setting in named.items():
+        require_columns({setting: name}, [*types], place)
+    for setting, parsed in expressions_of(select).items():
+        if setting == "select.prefer":  # a number can be compared with one
+            parsed = parsed._replace(expression=f"{parsed.expression} >= 0")
+        check_condition(parsed, types, setting, place)
+    return {name: types[name] for name in named}
 
 
-def read_entries(db: duckdb.DuckDBPyConnection, select: Select, shown: list[str]) -> pa.Table:
-    """What `choose` reads of each entry: OWN, `meets`, `preference`, `pixels` and `shown`.
+def read_entries(db: duckdb.DuckDBPyConnection, select: Select, shown: Iterable[str]) -> pa.Table:
+    """What `choose` reads of each entry: OWN, and computed columns.
 
     Args:
         db: has a view `entries`.
+        shown: further columns, which the selection has.
     """
-    parts = {
-        "meets": f"(\n{select.where or 'true'}\n)",
-        "preference": f"cast((\n{select.prefer or '0'}\n) as double)",
+    parsed = expressions_of(select)
+    where = parsed["select.where"].expression if "select.where" in parsed else "true"
+    prefer = parsed["select.prefer"].expression if "select.prefer" in parsed else "null"
+    computed = {
+        "meets": f"try({where})",
+        "preference": f"try_cast(try({prefer}) as double)",
         "pixels": "cast(original_width as bigint) * original_height",
     }
-    computed = [f"{value} as kiln_{name}" for name, value in parts.items()]
-    chosen = ", ".join([*OWN, *computed, *map(quoted, shown)])
-    return db.sql(f"select {chosen} from entries order by tar, row").to_arrow_table()
+    columns = [
+        *map(quoted, OWN),
+        *(f"{value} as {COMPUTED}{name}" for name, value in computed.items()),
+        *(quoted(name) for name in shown if name not in OWN),
+    ]
+    return db.sql(f"select {', '.join(columns)} from entries order by tar, row").to_arrow_table()
 
 
 class _Remaining:
@@ -122,14 +151,12 @@ def choose(
         holdout: fraction of the pictures in the held-out split.
     """
     count = len(entries)
-    shown = [name for name in entries.column_names if name not in OWN]
-    shown = [name for name in shown if not name.startswith("kiln_")]
+    shown = [n for n in entries.column_names if n not in OWN and not n.startswith(COMPUTED)]
     ids = _numbers_of_ids(entries["id"])
     held_out = ids[:, 0] / 2.0**64 < holdout
     # The split follows the first bytes of the sha256, so a choice by them would prefer one side.
     tie = ids[:, 3]
-    preference = entries["kiln_preference"].to_numpy()
-    preferred = np.lexsort((tie, np.where(np.isnan(preference), np.inf, -preference)))
+    preferred = np.lexsort((tie, -pc.fill_null(entries["kiln_preference"], -np.inf).to_numpy()))
     near = entries["near"].to_numpy()
     similar = entries["similar"].to_numpy()
     remaining = _Remaining(count)

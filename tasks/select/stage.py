@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from artifacts.records import digest_json, read_checked
-from artifacts.store import Artifact, Draft, Shard
-from configs.errors import Failed, Refused
+from artifacts.records import read_checked
+from artifacts.store import Artifact, Draft
 from configs.settings.recipe import Recipe
 from configs.settings.select import Select
 from tasks.build_or_reuse import Stage
-from tasks.describe.tables import described
-from tasks.download.listed import listed
-from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
-from tasks.select.groups import group_pictures
-from tasks.select.selection import FILE, choose, read_entries, shown_columns
-from tasks.sql_condition import check_expression, quoted
+from tasks.select.selection import FILE, check_columns, choose, read_entries
 
 log = logging.getLogger("kiln")
 STAGE = "select"
@@ -34,8 +25,10 @@ STAGE = "select"
 VERSION = 1
 #: Memory of DuckDB, which writes the rest to its folder.
 MEMORY = "2GB"
+ROW_GROUP = 1 << 20
 #: Examples of each reason in the summary.
 EXAMPLES = 3
+PLACE = "the table of pictures"
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class SelectStage(Stage):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that affect the selection; the split does, since no side sees the other."""
+        """The settings that affect the selection; no duplicate crosses the split."""
         return {**self.select.key_settings(), "holdout": self.recipe.encode.holdout}
 
     @property
@@ -79,13 +72,28 @@ class SelectStage(Stage):
             Refused: a condition is invalid; nothing was compared.
             Failed: no picture is left.
         """
-        with tempfile.TemporaryDirectory(prefix="kiln-select-") as scratch, _database(scratch) as db:
-            known = self._tables(db)
-            for setting, text in (("where", self.select.where), ("prefer", self.select.prefer)):
-                if text is not None:
-                    is_condition = setting == "where"
-                    check_expression(text, known, f"select.{setting}", is_condition=is_condition)
+        with (
+            tempfile.TemporaryDirectory(prefix="kiln-select-") as scratch,
+            _database(scratch) as db,
+        ):
+            described = self._tables(db)
+            shown = check_columns(
+                self.select, types_of(db, "entries") | {"cluster": "BIGINT"}, PLACE
+            )
             progress(0, 2, "comparing pictures")
-            shard = self._groups(draft, db, Path(scratch))
+            shard = self._groups(draft.store, db, Path(scratch))
+            draft.add_shard(shard)
+            [entry] = shard.files
+            root = draft.store.shards_path(STAGE)
+            groups = pq.read_table(
+                pa.BufferReader(read_checked(draft.store.fs, root, entry.path, entry.sha256))
+            )
+            db.register("groups", groups)
             progress(1, 2, "choosing pictures")
-            ...
+            entries = read_entries(db, self.select, shown)
+            chosen, summary = choose(entries, self.select, described, self.recipe.encode.holdout)
+            file = Path(scratch, FILE)
+            pq.write_table(chosen, file, compression="zstd", row_group_size=ROW_GROUP)
+            draft.upload(str(file), FILE)
+        self.check(summary)
+        return summary | {"examples": _examples(chosen, summary["reasons"])}
