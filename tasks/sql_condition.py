@@ -6,8 +6,9 @@ at each evaluation.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import duckdb
 
 from configs.errors import Refused
 from configs.secrets import one_line
-from tasks.download.source_files import require_columns
 
 #: Parts of an expression that read more than a row.
 FORBIDDEN = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "a star"}
@@ -28,6 +28,10 @@ OPERATORS = {
     "COMPARE_LESSTHANOREQUALTO": ("<=", ">="),
 }
 LONGEST = 200  # characters of an expression in an error
+#: Columns of a table in an error, characters of a name there, and names that are compared.
+SHOWN = 20
+LONGEST_NAME = 100
+COMPARED = 1000
 
 
 class Threshold(NamedTuple):
@@ -110,6 +114,20 @@ def check_expression(
         raise Refused(f"{shown(text)} is of type {kind}: compare it", setting=setting)
     if not is_condition and not _is_number(kind):
         raise Refused(f"{shown(text)} is of type {kind}, no number", setting=setting)
+
+
+def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
+    """Raise Refused unless every column of {setting: column} is in `file`, and only once."""
+    for setting, column in wanted.items():
+        if present.count(column) > 1:
+            why = f"{file} has several columns {column!r}: rename the others"
+            raise Refused(why, setting=setting)
+        if column not in present:
+            near = difflib.get_close_matches(column, present[:COMPARED], n=1, cutoff=0.5)
+            names = ", ".join(" ".join(name[:LONGEST_NAME].split()) for name in present[:SHOWN])
+            more = f" and {len(present) - SHOWN:,} others" if len(present) > SHOWN else ""
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {names}{more}"
+            raise Refused(f"{file} has no column {column!r} ({hint})", setting=setting)
 
 
 def quoted(name: str) -> str:

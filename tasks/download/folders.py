@@ -28,6 +28,7 @@ from artifacts.records import digest_bytes
 from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import DatasetSource, FolderSource
+from tasks import sql_condition
 from tasks.beam.workers import is_hub_id
 from tasks.download import lists, source_files
 from tasks.download.rows import shard_ends, text_of, text_of_file
@@ -240,7 +241,7 @@ class Folder(lists.Source):
         folder = self.settings.path
         for table in files.tables:
             columns = lists.FORMATS[METADATA[_own_name(table)]].columns(table)
-            source_files.require_columns(self.columns, columns, table)
+            sql_condition.require_columns(self.columns, columns, table)
         needs_table = self.settings.aesthetic_column or self.settings.additional_columns
         if needs_table and not files.tables:
             has_scores = self.settings.aesthetic_column is not None

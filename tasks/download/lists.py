@@ -33,7 +33,7 @@ from configs.errors import Refused, naming
 from configs.secrets import one_line, without_secrets
 from configs.settings.base_section import Section
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
-from tasks.download import source_files
+from tasks import sql_condition
 from tasks.download.rows import (
     COLUMNS,
     HASHED,
@@ -442,7 +442,7 @@ def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file
                 f"source: {file} has another column {renamed[0]!r} in other case: rename one of "
                 "them"
             )
-        source_files.require_columns(named_columns(source), [*types], file)
+        sql_condition.require_columns(named_columns(source), [*types], file)
         values = _typed_values(named, additional, types)
         if format.tolerant is not None:  # Python's csv reader knows no null
             kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
@@ -612,10 +612,10 @@ def require_columns(settings: UrlSource | DatasetSource, format: str, file: str)
     """
     named = named_columns(settings)
     columns = FORMATS[format].columns(file)
-    source_files.require_columns(named, columns, file)
+    sql_condition.require_columns(named, columns, file)
     if settings.where is not None:
         for name in columns_of(settings.where, WHERE):
-            source_files.require_columns({WHERE: name}, columns, file)
+            sql_condition.require_columns({WHERE: name}, columns, file)
         with reading(file), connection(file) as (db, path):
             chosen(db, settings, FORMATS[format].table(file, path), file, format)
     if format != "parquet":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -34,10 +33,8 @@ OF_SYSTEMS = r"__MACOSX|@eaDir|@SynoResource|#recycle|@Recycle|\$RECYCLE\.BIN"
 #: `.` and `..` are no names.
 HIDDEN = re.compile(rf"(^|/)(\.(?!\.?(/|$))|(__[^/]*__|(?i:{OF_SYSTEMS}))(/|$))")
 
-#: Names that an error shows, their length in characters, and names that it is compared with.
+#: Names that an error shows.
 SHOWN = 20
-LONGEST = 100
-COMPARED = 1000
 
 
 class ListedFile(NamedTuple):
@@ -249,20 +246,6 @@ def is_glob(path: str) -> bool:
     """Whether `path` has wildcards. In an http URL a question mark starts the query."""
     wildcards = "*" if path.startswith(("http://", "https://")) else "*?["
     return any(wildcard in path for wildcard in wildcards)
-
-
-def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
-    """Raise Refused unless every column of {setting: column} is in `file`, and only once."""
-    for setting, column in wanted.items():
-        if present.count(column) > 1:
-            why = f"{file} has several columns {column!r}: rename the others"
-            raise Refused(why, setting=setting)
-        if column not in present:
-            near = difflib.get_close_matches(column, present[:COMPARED], n=1, cutoff=0.5)
-            names = ", ".join(" ".join(name[:LONGEST].split()) for name in present[:SHOWN])
-            more = f" and {len(present) - SHOWN:,} others" if len(present) > SHOWN else ""
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {names}{more}"
-            raise Refused(f"{file} has no column {column!r} ({hint})", setting=setting)
 
 
 def reading(path: str) -> AbstractContextManager[None]:

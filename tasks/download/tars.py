@@ -23,6 +23,7 @@ from braceexpand import braceexpand
 from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import TarsSource
+from tasks import sql_condition
 from tasks.download import lists, source_files
 from tasks.download.rows import integer, text_of_file
 
@@ -294,7 +295,7 @@ class Tars(lists.Source):
         texts = ["txt"] * ("txt" in extensions) + [key for key in keys if key != "txt"]
         for setting, column in lists.named_columns(self.settings).items():
             present = texts if setting == "source.caption_column" else list(keys)
-            source_files.require_columns({setting: column}, present, file)
+            sql_condition.require_columns({setting: column}, present, file)
 
     def pieces(self) -> Iterator[lists.Piece]:
         for file in self._files():

@@ -172,6 +172,7 @@ def clusters(rows: Rows, embeddings: NDArray[np.float16], count: int) -> NDArray
     if count == 0:
         return rows
     kmeans = faiss.Kmeans(embeddings.shape[1], count, niter=20, seed=1, spherical=True)
+    kmeans.cp.init_method = faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS
     kmeans.cp.min_points_per_centroid = 1
     kmeans.train(_sample(embeddings, rows, count))
     found = [

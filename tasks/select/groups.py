@@ -14,9 +14,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from configs.settings.select import Select
-from tasks.conditions import quoted
 from tasks.encode.near_duplicates import SIDE
 from tasks.select import duplicates
+from tasks.sql_condition import quoted
 
 #: Rows of a batch from DuckDB.
 BATCH = 1 << 14
@@ -25,8 +25,8 @@ BATCH = 1 << 14
 def group_pictures(db: duckdb.DuckDBPyConnection, select: Select, folder: Path) -> pa.Table:
     """One row per picture, sorted by `id`, its sha256.
 
-    `near` int64: group by near hashes and thumbnails; `similar` int64: that group, closed over near
-    embeddings; `cluster` int64: cluster of embeddings, null without one.
+    `kiln_near` int64: group by near hashes and thumbnails; `kiln_similar` int64: that group, closed
+    over near embeddings; `cluster` int64: cluster of embeddings, null without one.
 
     Args:
         db: has views `listed` (id) and `described` (id, and the columns of the describers).
@@ -59,7 +59,7 @@ def group_pictures(db: duckdb.DuckDBPyConnection, select: Select, folder: Path) 
         numbers = np.full(count, -1)
         numbers[rows] = duplicates.clusters(rows, embeddings, select.clusters.count)
         cluster = pa.array(numbers, mask=numbers < 0)
-    columns = {"id": ids, "near": near, "similar": similar, "cluster": cluster}
+    columns = {"id": ids, "kiln_near": near, "kiln_similar": similar, "cluster": cluster}
     return pa.table(columns)
 
 

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from artifacts.store import Artifact
 from configs.settings.select import Select
-from tasks.conditions import Condition, check_condition, quoted, read_condition
-from tasks.download.source_files import require_columns
+from tasks.sql_condition import check_expression, columns_of, quoted, require_columns
 
 FILE = "selection.parquet"
 #: Columns of entries that every selection reads.
-OWN = ("tar", "row", "id", "near", "similar")
+OWN = ("tar", "row", "id", "kiln_near", "kiln_similar")
+#: Prefix of columns that only `choose` reads.
 COMPUTED = "kiln_"
 LEAKED = "near-duplicate of a held-out picture"
 Rows = NDArray[np.int64]
@@ -43,41 +43,33 @@ def read_selection(artifact: Artifact) -> pa.Table:
     return pq.read_table(BytesIO(artifact.read(FILE)), pre_buffer=False)
 
 
-def expressions_of(select: Select) -> dict[str, Condition]:
-    """The expressions of a section, parsed, by their settings. Raises Refused."""
-    texts = {"select.where": select.where, "select.prefer": select.prefer}
-    return {name: read_condition(text, name) for name, text in texts.items() if text is not None}
-
-
-def columns_of(select: Select) -> dict[str, str]:
+def named_columns(select: Select) -> dict[str, str]:
     """The columns that a section names -> the setting that does so, in order. Raises Refused."""
-    columns = {f"select.cap.{name}": (name,) for name in select.cap}
-    if select.balance is not None:
-        columns["select.balance.by"] = (select.balance.by,)
-    columns |= {setting: parsed.columns for setting, parsed in expressions_of(select).items()}
-    named = {name: setting for setting, names in columns.items() for name in names}
-    return named
+    named = {}
+    for setting, text in (("select.where", select.where), ("select.prefer", select.prefer)):
+        named |= dict.fromkeys(columns_of(text, setting) if text else (), setting)
+    named |= {name: f"select.cap.{name}" for name in select.cap}
+    return named | ({select.balance.by: "select.balance.by"} if select.balance else {})
 
 
-def check_columns(select: Select, types: Mapping[str, str], place: str) -> dict[str, str]:
-    """The columns, as a table spells them, that a section reads -> their types.
+def check_columns(select: Select, types: Mapping[str, str]) -> list[str]:
+    """The columns that a section reads, as a table spells them.
 
     Args:
         types: name -> type (DuckDB's) of the table's columns.
-        place: the table, for people.
 
     Raises:
         Refused: a column is absent, or an expression does not fit its columns.
     """
     spelt = {name.lower(): name for name in types}  # DuckDB ignores case
-    named = {spelt.get(name.lower(), name): setting for name, setting in columns_of(select).items()}
+    named = {spelt.get(n.lower(), n): setting for n, setting in named_columns(select).items()}
     for name, setting in named.items():
-        require_columns({setting: name}, [*types], place)
-    for setting, parsed in expressions_of(select).items():
-        if setting == "select.prefer":  # a number can be compared with one
-            parsed = parsed._replace(expression=f"{parsed.expression} >= 0")
-        check_condition(parsed, types, setting, place)
-    return {name: types[name] for name in named}
+        require_columns({setting: name}, [*types], "the table of pictures")
+    if select.where is not None:
+        check_expression(select.where, types, "select.where")
+    if select.prefer is not None:
+        check_expression(select.prefer, types, "select.prefer", is_condition=False)
+    return [name for name in named if name not in OWN]
 
 
 def read_entries(db: duckdb.DuckDBPyConnection, select: Select, shown: Iterable[str]) -> pa.Table:
@@ -87,18 +79,15 @@ def read_entries(db: duckdb.DuckDBPyConnection, select: Select, shown: Iterable[
         db: has a view `entries`.
         shown: further columns, which the selection has.
     """
-    parsed = expressions_of(select)
-    where = parsed["select.where"].expression if "select.where" in parsed else "true"
-    prefer = parsed["select.prefer"].expression if "select.prefer" in parsed else "null"
     computed = {
-        "meets": f"try({where})",
-        "preference": f"try_cast(try({prefer}) as double)",
+        "meets": f"try(\n{select.where or 'true'}\n)",
+        "preference": f"cast(try(\n{select.prefer or 'null'}\n) as double)",
         "pixels": "cast(original_width as bigint) * original_height",
     }
     columns = [
         *map(quoted, OWN),
         *(f"{value} as {COMPUTED}{name}" for name, value in computed.items()),
-        *(quoted(name) for name in shown if name not in OWN),
+        *map(quoted, shown),
     ]
     return db.sql(f"select {', '.join(columns)} from entries order by tar, row").to_arrow_table()
 
@@ -157,8 +146,8 @@ def choose(
     # The split follows the first bytes of the sha256, so a choice by them would prefer one side.
     tie = ids[:, 3]
     preferred = np.lexsort((tie, -pc.fill_null(entries["kiln_preference"], -np.inf).to_numpy()))
-    near = entries["near"].to_numpy()
-    similar = entries["similar"].to_numpy()
+    near = entries["kiln_near"].to_numpy()
+    similar = entries["kiln_similar"].to_numpy()
     remaining = _Remaining(count)
 
     meets = pc.fill_null(entries["kiln_meets"], False).to_numpy()

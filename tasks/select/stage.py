@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from artifacts.records import read_checked
-from artifacts.store import Artifact, Draft
+from artifacts.records import digest_json, read_checked
+from artifacts.store import Artifact, Draft, Shard, Store
+from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from configs.settings.select import Select
 from tasks.build_or_reuse import Stage
+from tasks.download.listed import listed
+from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
+from tasks.select.groups import group_pictures
 from tasks.select.selection import FILE, check_columns, choose, read_entries
 
 log = logging.getLogger("kiln")
@@ -28,7 +36,6 @@ MEMORY = "2GB"
 ROW_GROUP = 1 << 20
 #: Examples of each reason in the summary.
 EXAMPLES = 3
-PLACE = "the table of pictures"
 
 
 @dataclass(frozen=True)
@@ -69,31 +76,112 @@ class SelectStage(Stage):
         """Choose the entries.
 
         Raises:
-            Refused: a condition is invalid; nothing was compared.
-            Failed: no picture is left.
+            Refused: a condition is invalid; no pictures were compared.
         """
         with (
             tempfile.TemporaryDirectory(prefix="kiln-select-") as scratch,
             _database(scratch) as db,
         ):
-            described = self._tables(db)
-            shown = check_columns(
-                self.select, types_of(db, "entries") | {"cluster": "BIGINT"}, PLACE
-            )
-            progress(0, 2, "comparing pictures")
+            progress(0, 3, "reading the descriptions")
+            types, of_describers = self._tables(db)
+            shown = check_columns(self.select, types)
+            progress(1, 3, "comparing pictures")
             shard = self._groups(draft.store, db, Path(scratch))
             draft.add_shard(shard)
-            [entry] = shard.files
-            root = draft.store.shards_path(STAGE)
-            groups = pq.read_table(
-                pa.BufferReader(read_checked(draft.store.fs, root, entry.path, entry.sha256))
-            )
-            db.register("groups", groups)
-            progress(1, 2, "choosing pictures")
+            _make_entries(db, draft.store, shard)
+            progress(2, 3, "choosing pictures")
             entries = read_entries(db, self.select, shown)
-            chosen, summary = choose(entries, self.select, described, self.recipe.encode.holdout)
+            chosen, summary = choose(
+                entries, self.select, of_describers, self.recipe.encode.holdout
+            )
             file = Path(scratch, FILE)
             pq.write_table(chosen, file, compression="zstd", row_group_size=ROW_GROUP)
             draft.upload(str(file), FILE)
-        self.check(summary)
         return summary | {"examples": _examples(chosen, summary["reasons"])}
+
+    def _tables(self, db: duckdb.DuckDBPyConnection) -> tuple[dict[str, str], set[str]]:
+        """Make views `listed` and `described`; types of all columns, and names of the latter's."""
+        listed(self.images, db).create_view("listed")
+        if self.described is None:
+            db.execute("create view described as select tar, row, id from listed where false")
+        else:
+            from tasks.describe.tables import described
+
+            described(self.described, db).create_view("described")
+        of_list, of_describers = (_types(db, view) for view in ("listed", "described"))
+        of_describers = {n: t for n, t in of_describers.items() if n not in ("tar", "row", "id")}
+        if twice := [*of_list.keys() & {*of_describers, "cluster"}]:
+            raise Refused(
+                f"select: the source and a describer have a column {twice[0]!r}: rename the "
+                "describer, or drop the column from source.additional_columns"
+            )
+        return of_list | of_describers | {"cluster": "BIGINT"}, {*of_describers}
+
+    def _groups(self, store: Store, db: duckdb.DuckDBPyConnection, scratch: Path) -> Shard:
+        """The shard of `group_pictures`, which another condition or limit does not change."""
+        chosen = self.select.key_settings()
+        facts = {name: chosen[name] for name in ("duplicates", "clusters")}
+        facts["duplicates"] = {n: v for n, v in facts["duplicates"].items() if n != "keep"}
+        key = digest_json({"stage": STAGE, "version": VERSION, **facts, **self.inputs})
+        if (shard := store.shard(STAGE, key)) is not None:
+            return shard
+        file = scratch / "groups"
+        groups = group_pictures(db, self.select, scratch)
+        pq.write_table(groups, file, compression="zstd", row_group_size=ROW_GROUP)
+        return store.commit_shard(STAGE, key, {".parquet": str(file)}, {"pictures": len(groups)})
+
+    def check(self, summary: dict[str, Any]) -> None:
+        """Raise Failed if no picture is kept; tell how many are."""
+        reasons = ", ".join(f"{reason}: {n:,}" for reason, n in summary["reasons"].items())
+        if summary["kept"] == 0:
+            raise Failed(f"select: no picture is kept ({reasons or 'none was downloaded'})")
+        kept, entries = summary["kept"], summary["entries"]
+        log.info("select: %s of %s pictures are kept (%s)", f"{kept:,}", f"{entries:,}", reasons)
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """Counts by reason, and examples of each."""
+        summary = artifact.summary
+        counts = ("entries", "kept", "held_out", "groups", "largest_group")
+        reasons = [{"reason": k, "pictures": n} for k, n in summary["reasons"].items()]
+        return [
+            Facts("Selected", {name.replace("_", " "): summary[name] for name in counts}),
+            Table("Dropped", reasons, bars="pictures"),
+            Table("Examples", summary["examples"]),
+        ]
+
+
+@contextmanager
+def _database(folder: str) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database of limited memory."""
+    config = {"memory_limit": MEMORY, "temp_directory": folder}
+    with duckdb.connect(config=config) as db:
+        db.execute("set global timezone = 'UTC'")  # times have one text on all machines
+        yield db
+
+
+def _types(db: duckdb.DuckDBPyConnection, view: str) -> dict[str, str]:
+    """Name -> type of a view's columns."""
+    return {name: kind for name, kind, *_ in db.execute(f"describe {view}").fetchall()}
+
+
+def _make_entries(db: duckdb.DuckDBPyConnection, store: Store, groups: Shard) -> None:
+    """Make the view `entries`: list, descriptions and groups of each entry."""
+    [entry] = groups.files
+    data = read_checked(store.fs, store.shards_path(STAGE), entry.path, entry.sha256)
+    db.register("groups", pq.read_table(pa.BufferReader(data), pre_buffer=False))
+    db.execute(
+        "create view entries as "
+        "select listed.*, described.* exclude (tar, row, id), groups.* exclude (id) "
+        "from listed left join described using (tar, row) join groups on groups.id = listed.id"
+    )
+
+
+def _examples(chosen: pa.Table, reasons: dict[str, int]) -> list[dict[str, Any]]:
+    """The first entries of each reason, for people."""
+    examples = []
+    for reason in reasons:
+        some = chosen.filter(pc.equal(chosen["reason"], reason)).slice(0, EXAMPLES)
+        for row in some.drop_columns(["tar", "row", "kept"]).to_pylist():
+            examples.append({"picture": row.pop("id").hex()[:12], **row})
+    return examples
