@@ -28,7 +28,7 @@ RECORDED_PACKAGES = (
 #: Packages that decode, resize, encode and write.
 SHARD_PACKAGES = (
     *("img2dataset", "numpy", "opencv-python-headless", "pillow", "pyarrow", "safetensors"),
-    *("torch", "diffusers", "transformers"),
+    *("torch", "diffusers", "transformers", "onnxruntime", "scipy"),
 )
 FOLDERS = ("artifacts", "configs", "runtimes", "tasks")
 

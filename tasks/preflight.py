@@ -45,6 +45,7 @@ from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu, train
 from tasks.beam import workers
+from tasks.describe import describers
 from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.features import check_clip, check_image_encoder
@@ -307,6 +308,8 @@ class Models:
             find = partial(self._inception, named)
             yield Check("evaluate.inception", find, remote="://" in named)
         yield Check("measuring models", self._measures)
+        if "describe" in self.stages:
+            yield from describers.checks(self.recipe, fetch=self.fetch)
 
     @cached_property
     def base(self) -> Base:

@@ -247,6 +247,7 @@ def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, s
         "evaluate.inception": measuring.inception,
         **{f"evaluate.judges.{name}": path for name, path in judges},
         **{f"evaluate.prompts.{n}.file": prompts.file for n, prompts in measuring.prompts.items()},
+        **(recipe.describe.models if recipe.describe else {}),
         "publish.registry": recipe.publish.registry,
     }
     yield "store", recipe.store
@@ -258,8 +259,9 @@ def _why_not(setting: str, place: str, shared: Sequence[str]) -> str | None:
     """The reason and the remedy, or None if nothing is known against the place."""
     if "://" not in place:
         section, _, name = setting.partition(".")
-        is_file = name == "inception" or name.endswith(".file")
-        is_model = section in ("model", "evaluate") and not is_file
+        is_file = name == "inception" or name.endswith((".file", ".head"))
+        is_file = is_file or place.endswith(".onnx")
+        is_model = section in ("model", "describe", "evaluate") and not is_file
         is_shipped = Path(os.path.abspath(place)).is_relative_to(SHIPPED)
         if is_shipped or (is_model and is_hub_id(place)):
             return None

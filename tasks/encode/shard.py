@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ from runtimes.pipeline_folder.folder import TEXT_BATCH
 from tasks.encode import crop_to_bucket
 from tasks.encode.crop_to_bucket import BadSample, Size, TransformSettings
 from tasks.encode.near_duplicates import SUFFIX, thumbnail, write_thumbnails
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -80,7 +82,7 @@ def decoded_batches(
             return error
 
     jobs = (decoders.submit(prepare, number, sample) for number, sample in enumerate(samples))
-    for picture in _in_order(jobs, ahead):
+    for picture in in_order(jobs, ahead):
         if isinstance(picture, BadSample):
             bad[str(picture)] += 1
             continue
@@ -94,11 +96,9 @@ def decoded_batches(
             yield _stacked(waiting[bucket])
 
 
-def _in_order(
-    jobs: Iterator[Future[DecodedPicture | BadSample]], ahead: int
-) -> Iterator[DecodedPicture | BadSample]:
+def in_order(jobs: Iterator[Future[Result]], ahead: int) -> Iterator[Result]:
     """The results of jobs in their order; at most `ahead` jobs are under way."""
-    under_way: deque[Future[DecodedPicture | BadSample]] = deque()
+    under_way: deque[Future[Result]] = deque()
     try:
         for job in jobs:
             under_way.append(job)

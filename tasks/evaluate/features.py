@@ -62,11 +62,11 @@ def check_clip(folder: Path, setting: str = "evaluate.clip", *, whole: bool = Fa
     Args:
         whole: for `WholePictures`, which resizes a picture to a square itself.
     """
-    kind = _model_type(folder, setting, "CLIPModel")
+    kind = model_type(folder, setting, "CLIPModel")
     if kind != "clip":
         raise Refused(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
     parts = {"weights": WEIGHTS, "a tokenizer": TOKENIZER, "an image processor": PROCESSOR}
-    _check_parts(folder, setting, parts)
+    check_parts(folder, setting, parts)
     model = read_config(folder / "config.json")
     with naming(setting):
         check_vocabulary_files(folder, model)
@@ -99,11 +99,11 @@ def check_clip(folder: Path, setting: str = "evaluate.clip", *, whole: bool = Fa
 def check_image_encoder(folder: Path) -> None:
     """Raise Refused unless a folder has a model of whole pictures; no weights are loaded."""
     setting = "evaluate.image_encoder"
-    is_clip = _model_type(folder, setting, "vision model") == "clip"
+    is_clip = model_type(folder, setting, "vision model") == "clip"
     if is_clip:
         check_clip(folder, setting, whole=True)
     else:
-        _check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
+        check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
     blanks = [np.zeros((*size, 3), np.uint8) for size in ((64, 96), (96, 64))]
     try:
         _whole_pictures(_processor(folder), blanks)
@@ -180,7 +180,7 @@ def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:
 
 
 @contextmanager
-def _loading(words: str) -> Iterator[None]:
+def loading(words: str) -> Iterator[None]:
     """Raise Refused with these words for what transformers raises of a folder."""
     try:
         yield
@@ -189,23 +189,31 @@ def _loading(words: str) -> Iterator[None]:
 
 
 class Clip:
-    """A CLIPModel with its image processor and tokenizer, in float32 and inference mode.
+    """A CLIPModel with its image processor and tokenizer, in inference mode.
 
     Args:
         folder: local `transformers` folder that holds all three.
         device: torch device; "auto" selects the best device. Gaudi ("hpu") falls back to "auto".
         setting: named in errors.
+        dtype: of weights and computations.
 
     Raises:
         Refused: a part is missing or fails to load.
     """
 
-    def __init__(self, folder: Path, device: str = "auto", setting: str = "evaluate.clip") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "auto",
+        setting: str = "evaluate.clip",
+        dtype: str = "float32",
+    ) -> None:
+        import torch
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-        self._device = _device(device)
+        self._device = torch_device(device)
         self._setting = setting
-        with _loading(f"{setting}: {folder} does not load as a CLIPModel"):
+        with loading(f"{setting}: {folder} does not load as a CLIPModel"):
             model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
             self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
@@ -219,7 +227,17 @@ class Clip:
         self.logit_scale = float(model.logit_scale.detach())
         self._width = int(model.config.projection_dim)
         self._length = int(model.config.text_config.max_position_embeddings)
-        self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
+        self._dtype = getattr(torch, dtype)
+        self._model: Any = model.to(self._device, self._dtype).eval().requires_grad_(False)
+
+    def pixels(self, pictures: Sequence[Picture]) -> Any:
+        """What the image processor keeps of pictures: f32 [B, 3, H, W], on the host."""
+        return self._processor(images=list(pictures), return_tensors="pt").pixel_values
+
+    def features_of(self, pixels: Any) -> Any:
+        """Projected image features [B, D] of pixels f32 [B, 3, H, W], not normalised."""
+        inputs = pixels.to(self._device, self._dtype)
+        return self._model.get_image_features(pixel_values=inputs).pooler_output
 
     def images(self, pictures: Iterable[Picture], *, whole: bool = False) -> Float32:
         """Projected image features, f32 [N, D], not normalised. Picture sizes may differ.
@@ -229,12 +247,8 @@ class Clip:
         """
 
         def compute(batch: list[Picture]) -> Any:
-            if whole:
-                pixels = _whole_pictures(self._processor, batch)
-            else:
-                pixels = self._processor(images=batch, return_tensors="pt").pixel_values
-            output = self._model.get_image_features(pixel_values=pixels.to(self._device))
-            return output.pooler_output
+            pixels = _whole_pictures(self._processor, batch) if whole else self.pixels(batch)
+            return self.features_of(pixels)
 
         return _in_batches(pictures, compute, self._width)
 
@@ -251,14 +265,14 @@ class Clip:
         Prompts are truncated to the text encoder's maximum length; see `tell_cut_prompts`.
         """
         distinct = list(dict.fromkeys(prompts))
-
-        def compute(batch: list[str]) -> Any:
-            padding = {"padding": "max_length", "max_length": self._length, "truncation": True}
-            inputs = self._tokenizer(batch, **padding, return_tensors="pt").to(self._device)
-            return self._model.get_text_features(**inputs).pooler_output
-
-        features = dict(zip(distinct, _in_batches(distinct, compute), strict=True))
+        features = dict(zip(distinct, _in_batches(distinct, self.features_of_texts), strict=True))
         return np.stack([features[prompt] for prompt in prompts])
+
+    def features_of_texts(self, batch: list[str]) -> Any:
+        """As `texts`, [B, D] in one call of the model."""
+        padding = {"padding": "max_length", "max_length": self._length, "truncation": True}
+        inputs = self._tokenizer(batch, **padding, return_tensors="pt").to(self._device)
+        return self._model.get_text_features(**inputs).pooler_output
 
 
 @dataclass(frozen=True)
@@ -291,8 +305,8 @@ class VisionModel:
     def __init__(self, folder: Path, device: str = "auto") -> None:
         from transformers import AutoModel
 
-        self._device = _device(device)
-        with _loading(f"evaluate.image_encoder: {folder} does not load as a vision model"):
+        self._device = torch_device(device)
+        with loading(f"evaluate.image_encoder: {folder} does not load as a vision model"):
             model = AutoModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = _processor(folder)
         self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
@@ -384,7 +398,7 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield batch
 
 
-def _device(name: str) -> Any:
+def torch_device(name: str) -> Any:
     """The torch device of a name.
 
     One process owns a Gaudi. The sampling processes need it, so this process must not open it.
@@ -397,13 +411,13 @@ def _device(name: str) -> Any:
     return choose_device("auto" if name.startswith("hpu") else name)
 
 
-def _model_type(folder: Path, setting: str, kind: str) -> Any:
+def model_type(folder: Path, setting: str, kind: str) -> Any:
     if not (folder / "config.json").is_file():
         raise Refused(f"{setting}: {folder} has no config.json: it is no {kind} folder")
     return read_config(folder / "config.json").get("model_type")
 
 
-def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]]) -> None:
+def check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]]) -> None:
     for part, files in parts.items():
         if not any((folder / name).is_file() for name in files):
             raise Refused(f"{setting}: {folder} has no {' or '.join(files)} ({part})")

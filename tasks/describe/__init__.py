@@ -1,0 +1,1 @@
+"""The describe stage: values of each picture, such as hashes, embeddings and scores."""
