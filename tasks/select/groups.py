@@ -5,6 +5,7 @@ They depend on no condition, so that another threshold compares no pictures agai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,21 @@ from tasks.sql_condition import quoted
 
 #: Rows of a batch from DuckDB.
 BATCH = 1 << 14
+#: Columns of descriptions -> rows with their ids.
+Describe = Callable[[list[str]], pa.RecordBatchReader]
 
 
-def group_pictures(db: duckdb.DuckDBPyConnection, select: Select, folder: Path) -> pa.Table:
+def group_pictures(
+    db: duckdb.DuckDBPyConnection, describe: Describe, select: Select, folder: Path
+) -> pa.Table:
     """One row per picture, sorted by `id`, its sha256.
 
     `kiln_near` int64: group by near hashes and thumbnails; `kiln_similar` int64: that group, closed
     over near embeddings; `cluster` int64: cluster of embeddings, null without one.
 
     Args:
-        db: has views `listed` (id) and `described` (id, and the columns of the describers).
+        db: has a view `listed` with the ids of all pictures.
+        describe: returns columns of the descriptions, and the ids of their pictures.
         folder: for thumbnails and embeddings, 256 and 2 x D bytes a picture.
     """
     db.execute(
@@ -41,62 +47,68 @@ def group_pictures(db: duckdb.DuckDBPyConnection, select: Select, folder: Path) 
     count = len(ids)
     near = duplicates.ungrouped(count)
     if name := select.duplicates.perceptual:
-        hashes, mirrored = np.zeros((2, count), np.uint64)
-        thumbnails = _on_disk(folder / "thumbnails", np.uint8, (count, SIDE, SIDE))
+        hashes, mirrored = np.zeros(count, np.uint64), np.zeros(count, np.uint64)
+        thumbnails = np.memmap(folder / "thumbnails", np.uint8, "w+", shape=(count, SIDE, SIDE))
         arrays = {"phash": hashes, "mirrored": mirrored, "thumbnail": thumbnails}
-        rows = _fill(db, {f"{name}_{column}": array for column, array in arrays.items()})
+        columns: dict[str, NDArray[Any]] = {f"{name}_{c}": array for c, array in arrays.items()}
+        rows = np.zeros(count, bool)
+        for some, values in _described(db, describe, [*columns]):
+            rows[some] = True
+            for column, array in columns.items():
+                array[some] = values[column].reshape(-1, *array.shape[1:])
         distance = select.duplicates.distance
-        near = duplicates.join_near_hashes(near, rows, hashes, mirrored, thumbnails, distance)
+        near = duplicates.join_near_hashes(
+            near, np.flatnonzero(rows), hashes, mirrored, thumbnails, distance
+        )
     similar = near
     if name := select.duplicates.semantic:
-        embeddings, rows = _embeddings(db, name, count, folder)
-        similar = duplicates.join_near_embeddings(
-            near, rows, embeddings, select.duplicates.min_cosine
-        )
+        rows, embeddings = _embeddings(db, describe, name, count, folder)
+        least = select.duplicates.min_cosine
+        similar = duplicates.join_near_embeddings(near, rows, embeddings, least)
     cluster = pa.nulls(count, pa.int64())
     if select.clusters is not None:
-        embeddings, rows = _embeddings(db, select.clusters.describer, count, folder)
+        rows, embeddings = _embeddings(db, describe, select.clusters.describer, count, folder)
         numbers = np.full(count, -1)
         numbers[rows] = duplicates.clusters(rows, embeddings, select.clusters.count)
         cluster = pa.array(numbers, mask=numbers < 0)
-    columns = {"id": ids, "kiln_near": near, "kiln_similar": similar, "cluster": cluster}
-    return pa.table(columns)
+    return pa.table({"id": ids, "kiln_near": near, "kiln_similar": similar, "cluster": cluster})
 
 
 def _embeddings(
-    db: duckdb.DuckDBPyConnection, name: str, count: int, folder: Path
-) -> tuple[NDArray[np.float16], duplicates.Rows]:
-    """Embeddings f16 [N, D] of a describer, and the pictures that have one, [M]."""
-    query = f"select len({quoted(name)}) from described where {quoted(name)} is not null limit 1"
-    width = sum(length for (length,) in db.execute(query).fetchall())
-    embeddings = _on_disk(folder / "embeddings", np.float16, (count, max(1, width)))
-    return embeddings, _fill(db, {name: embeddings})
+    db: duckdb.DuckDBPyConnection, describe: Describe, name: str, count: int, folder: Path
+) -> tuple[duplicates.Rows, NDArray[np.float16]]:
+    """The pictures that have an embedding, i64 [M], and the embeddings f16 [N, D], on the disk."""
+    has = np.zeros(count, bool)
+    embeddings = np.zeros((0, 1), np.float16)
+    for some, values in _described(db, describe, [name]):
+        vectors = values[name].reshape(len(some), -1)
+        if len(embeddings) == 0:
+            shape = (count, vectors.shape[1])
+            embeddings = np.memmap(folder / name, np.float16, "w+", shape=shape)
+        has[some] = True
+        embeddings[some] = vectors
+    return np.flatnonzero(has), embeddings
 
 
-def _on_disk(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    """An array of zeros in a file."""
-    return np.memmap(path, dtype, "w+", shape=shape)
+def _described(
+    db: duckdb.DuckDBPyConnection, describe: Describe, columns: list[str]
+) -> Iterator[tuple[duplicates.Rows, dict[str, NDArray[Any]]]]:
+    """Numbers of pictures, and their values, of those that are described, in batches.
 
-
-def _fill(db: duckdb.DuckDBPyConnection, columns: dict[str, NDArray[Any]]) -> duplicates.Rows:
-    """Write described columns to arrays [N, ...]; returns the pictures that have them, [M]."""
-    first, *_ = columns
-    has = np.zeros(len(columns[first]), bool)
+    The values of lists and of bytes follow each other in one dimension.
+    """
+    db.register("descriptions", describe(columns))
     names = ", ".join(map(quoted, columns))
     query = (
-        f"select picture, {names} from described join pictures using (id) "
-        f"where {quoted(first)} is not null"
+        f"select picture, {names} from descriptions join pictures using (id) "
+        f"where {quoted(columns[0])} is not null"
     )
     for batch in db.sql(query).to_arrow_reader(BATCH):
-        rows = batch["picture"].to_numpy()
-        has[rows] = True
-        for name, array in columns.items():
-            array[rows] = _values(batch[name]).reshape(-1, *array.shape[1:])
-    return np.flatnonzero(has)
+        yield batch["picture"].to_numpy(), {name: _values(batch[name]) for name in columns}
+    db.unregister("descriptions")
 
 
 def _values(column: pa.Array) -> NDArray[Any]:
-    """A column's numbers in one dimension; those of lists and of bytes follow each other."""
     if pa.types.is_binary(column.type):
         return np.frombuffer(b"".join(column.to_pylist()), np.uint8)
     return np.asarray(column.flatten() if pa.types.is_list(column.type) else column)

@@ -5,7 +5,7 @@ An entry is dropped for the first reason that applies, in the order of `choose`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -45,7 +45,7 @@ def read_selection(artifact: Artifact) -> pa.Table:
 
 def named_columns(select: Select) -> dict[str, str]:
     """The columns that a section names -> the setting that does so, in order. Raises Refused."""
-    named = {}
+    named: dict[str, str] = {}
     for setting, text in (("select.where", select.where), ("select.prefer", select.prefer)):
         named |= dict.fromkeys(columns_of(text, setting) if text else (), setting)
     named |= {name: f"select.cap.{name}" for name in select.cap}
@@ -130,7 +130,7 @@ class _Remaining:
 
 
 def choose(
-    entries: pa.Table, select: Select, described: set[str], holdout: float
+    entries: pa.Table, select: Select, described: Collection[str], holdout: float
 ) -> tuple[pa.Table, dict[str, Any]]:
     """The selection as `read_selection` returns it, and its counts.
 

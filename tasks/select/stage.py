@@ -21,11 +21,12 @@ from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from configs.settings.select import Select
 from tasks.build_or_reuse import Stage
+from tasks.describe.tables import described, describers_of
 from tasks.download.listed import listed
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
 from tasks.select.groups import group_pictures
-from tasks.select.selection import FILE, check_columns, choose, read_entries
+from tasks.select.selection import FILE, check_columns, choose, named_columns, read_entries
 
 log = logging.getLogger("kiln")
 STAGE = "select"
@@ -34,6 +35,8 @@ VERSION = 1
 #: Memory of DuckDB, which writes the rest to its folder.
 MEMORY = "2GB"
 ROW_GROUP = 1 << 20
+#: Columns that identify an entry.
+ENTRY = pa.schema([("tar", pa.string()), ("row", pa.int32()), ("id", pa.binary(32))])
 #: Examples of each reason in the summary.
 EXAMPLES = 3
 
@@ -83,50 +86,71 @@ class SelectStage(Stage):
             _database(scratch) as db,
         ):
             progress(0, 3, "reading the descriptions")
-            types, of_describers = self._tables(db)
-            shown = check_columns(self.select, types)
+            shown, read = self._read_tables(db)
             progress(1, 3, "comparing pictures")
             shard = self._groups(draft.store, db, Path(scratch))
             draft.add_shard(shard)
             _make_entries(db, draft.store, shard)
             progress(2, 3, "choosing pictures")
             entries = read_entries(db, self.select, shown)
-            chosen, summary = choose(
-                entries, self.select, of_describers, self.recipe.encode.holdout
-            )
+            chosen, summary = choose(entries, self.select, read, self.recipe.encode.holdout)
             file = Path(scratch, FILE)
             pq.write_table(chosen, file, compression="zstd", row_group_size=ROW_GROUP)
             draft.upload(str(file), FILE)
         return summary | {"examples": _examples(chosen, summary["reasons"])}
 
-    def _tables(self, db: duckdb.DuckDBPyConnection) -> tuple[dict[str, str], set[str]]:
-        """Make views `listed` and `described`; types of all columns, and names of the latter's."""
-        listed(self.images, db).create_view("listed")
-        if self.described is None:
-            db.execute("create view described as select tar, row, id from listed where false")
-        else:
-            from tasks.describe.tables import described
+    def _read_tables(self, db: duckdb.DuckDBPyConnection) -> tuple[list[str], list[str]]:
+        """Make the view `listed`, and the table `described` of the columns that are read.
 
-            described(self.described, db).create_view("described")
-        of_list, of_describers = (_types(db, view) for view in ("listed", "described"))
-        of_describers = {n: t for n, t in of_describers.items() if n not in ("tar", "row", "id")}
+        Returns the columns that the section names, and those of descriptions among them.
+        """
+        listed(self.images, db).create_view("listed")
+        of_list = _types(db, "listed")
+        of_describers = self._columns()
         if twice := [*of_list.keys() & {*of_describers, "cluster"}]:
             raise Refused(
                 f"select: the source and a describer have a column {twice[0]!r}: rename the "
                 "describer, or drop the column from source.additional_columns"
             )
-        return of_list | of_describers | {"cluster": "BIGINT"}, {*of_describers}
+        named = {name.lower() for name in named_columns(self.select)}
+        read = [name for name in of_describers if name.lower() in named]
+        db.register("descriptions", self._describe(read))
+        db.execute("create temp table described as from descriptions")
+        db.unregister("descriptions")
+        # A column that no expression reads may have any type.
+        types = of_list | dict.fromkeys(of_describers, "VARCHAR") | {"cluster": "BIGINT"}
+        types |= {name: kind for name, kind in _types(db, "described").items() if name in read}
+        return check_columns(self.select, types), read
+
+    def _columns(self) -> list[str]:
+        """The columns of descriptions."""
+        if self.described is None:
+            return []
+        return [column for values in self.described.summary["values"].values() for column in values]
+
+    def _describe(self, columns: list[str]) -> pa.RecordBatchReader:
+        """Descriptions of all entries: tar, row, id and some columns."""
+        if self.described is None:
+            return pa.RecordBatchReader.from_batches(ENTRY, [])
+        return described(self.described, columns)
 
     def _groups(self, store: Store, db: duckdb.DuckDBPyConnection, scratch: Path) -> Shard:
         """The shard of `group_pictures`, which another condition or limit does not change."""
         chosen = self.select.key_settings()
         facts = {name: chosen[name] for name in ("duplicates", "clusters")}
         facts["duplicates"] = {n: v for n, v in facts["duplicates"].items() if n != "keep"}
-        key = digest_json({"stage": STAGE, "version": VERSION, **facts, **self.inputs})
+        names = {*self.select.describers.values()}
+        digests = (
+            {n: d for n, d in describers_of(self.described).items() if n in names}
+            if self.described
+            else {}
+        )
+        inputs = {"images": self.images.digest, "describers": digests}
+        key = digest_json({"stage": STAGE, "version": VERSION, **facts, **inputs})
         if (shard := store.shard(STAGE, key)) is not None:
             return shard
         file = scratch / "groups"
-        groups = group_pictures(db, self.select, scratch)
+        groups = group_pictures(db, self._describe, self.select, scratch)
         pq.write_table(groups, file, compression="zstd", row_group_size=ROW_GROUP)
         return store.commit_shard(STAGE, key, {".parquet": str(file)}, {"pictures": len(groups)})
 
@@ -154,7 +178,7 @@ class SelectStage(Stage):
 @contextmanager
 def _database(folder: str) -> Iterator[duckdb.DuckDBPyConnection]:
     """A database of limited memory."""
-    config = {"memory_limit": MEMORY, "temp_directory": folder}
+    config: dict[str, Any] = {"memory_limit": MEMORY, "temp_directory": folder}
     with duckdb.connect(config=config) as db:
         db.execute("set global timezone = 'UTC'")  # times have one text on all machines
         yield db

@@ -57,7 +57,11 @@ def select(rows: list[dict[str, Any]], tmp_path: Path, **settings: Any) -> tuple
         )
         kinds |= {"score": "DOUBLE", "cluster": "BIGINT"}
         shown = check_columns(section, kinds)
-        db.register("groups", group_pictures(db, section, tmp_path))
+
+        def describe(columns: list[str]) -> pa.RecordBatchReader:
+            return table.select(["id", *columns]).to_reader()
+
+        db.register("groups", group_pictures(db, describe, section, tmp_path))
         db.execute(
             "create view entries as select listed.*, described.* exclude (tar, row, id), "
             "groups.* exclude (id) from listed join described using (tar, row) "
