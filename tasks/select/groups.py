@@ -49,8 +49,12 @@ def group_pictures(
     if name := select.duplicates.perceptual:
         hashes, mirrored = np.zeros(count, np.uint64), np.zeros(count, np.uint64)
         thumbnails = np.memmap(folder / "thumbnails", np.uint8, "w+", shape=(count, SIDE, SIDE))
-        arrays = {"phash": hashes, "mirrored": mirrored, "thumbnail": thumbnails}
-        columns: dict[str, NDArray[Any]] = {f"{name}_{c}": array for c, array in arrays.items()}
+        arrays: dict[str, NDArray[Any]] = {
+            "phash": hashes,
+            "mirrored": mirrored,
+            "thumbnail": thumbnails,
+        }
+        columns = {f"{name}_{c}": array for c, array in arrays.items()}
         rows = np.zeros(count, bool)
         for some, values in _described(db, describe, [*columns]):
             rows[some] = True
