@@ -46,9 +46,11 @@ Float32 = NDArray[np.float32]
 
 INFO = "latents.json"
 LEFT_OUT = "left_out.json"
-#: Content of left_out.json: shard's key -> group -> row -> sha256 (hex) of the picture. Training
-#: leaves these near-duplicates of held-out pictures out. The file is absent without any.
+#: Content of left_out.json: shard's key -> group -> row -> sha256 (hex) of a near-duplicate of a
+#: held-out picture, or NOT_SELECTED. Training and measurements leave them out. The file is absent
+#: without any.
 LeftOut = dict[str, dict[str, dict[int, str]]]
+NOT_SELECTED = ""
 #: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
 DTYPES = {
     name: np.dtype(kind)
@@ -234,7 +236,7 @@ class ShardRef:
     size: int  # bytes
     sha256: str
     groups: dict[str, int]  # `<split>/<h>x<w>` -> samples
-    #: `train/<h>x<w>` -> row -> sha256 (hex) of samples that training leaves out.
+    #: `<split>/<h>x<w>` -> row -> value of LeftOut, of samples that are left out.
     left_out: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
@@ -260,20 +262,23 @@ class Latents:
     @property
     def training(self) -> int:
         """Number of training samples; mirrored ones and those left out do not count."""
-        stored = sum(n for group, n in self.groups().items() if group.startswith("train/"))
-        left_out = (rows for shard in self.shards for rows in shard.left_out.values())
-        return stored - sum(map(len, left_out))
+        return self._count("train/")
 
     @property
     def left_out(self) -> set[str]:
-        """Sha256 (hex) of the pictures that training leaves out."""
+        """Sha256 (hex) of the near-duplicates that training leaves out."""
         groups = (rows.values() for shard in self.shards for rows in shard.left_out.values())
-        return {sha256 for rows in groups for sha256 in rows}
+        return {sha256 for rows in groups for sha256 in rows} - {NOT_SELECTED}
 
     @property
     def held_out(self) -> int:
-        """Number of held-out samples."""
-        return sum(n for group, n in self.groups().items() if group.startswith("holdout/"))
+        """Number of held-out samples, without those left out."""
+        return self._count("holdout/")
+
+    def _count(self, split: str) -> int:
+        stored = sum(n for group, n in self.groups().items() if group.startswith(split))
+        left_out = (groups for shard in self.shards for groups in shard.left_out.items())
+        return stored - sum(len(rows) for group, rows in left_out if group.startswith(split))
 
 
 def shard_key(path: str) -> str:
@@ -306,8 +311,10 @@ def read_left_out(fs: AbstractFileSystem, root: str, files: Iterable[FileEntry])
     }
 
 
-def read_training_ids(fs: AbstractFileSystem, path: str) -> dict[str, list[bytes]]:
-    """`train/<h>x<w>` -> sha256 of each sample of a shard; no other tensor is read.
+def read_ids(fs: AbstractFileSystem, path: str) -> dict[str, list[bytes]]:
+    """`<split>/<h>x<w>` -> sha256 of each sample of a shard; no other tensor is read.
+
+    Mirrored samples are left out.
 
     Raises:
         ValueError: the file is not a latent shard, or is cut short.
@@ -316,7 +323,7 @@ def read_training_ids(fs: AbstractFileSystem, path: str) -> dict[str, list[bytes
     with fs.open(path, "rb") as stream:
         _, places = read_header(stream, DTYPES)
         for name, place in places.items():
-            if name.startswith("train/") and name.endswith("/id"):
+            if not name.startswith("flipped/") and name.endswith("/id"):
                 stream.seek(place.start)
                 data = stream.read(place.size)
                 rows = (data[start : start + 32] for start in range(0, place.size, 32))

@@ -48,6 +48,7 @@ from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
 from tasks.devices.processes import DevicePool, DeviceProcess
 from tasks.encode.crop_to_bucket import TransformSettings, decode, transform
 from tasks.encode.encoders import EncodingPlan, encode_request
+from tasks.pictures import PictureShard
 
 #: Seconds, and CPU seconds of the process that encodes.
 Times = tuple[float, float]
@@ -388,7 +389,8 @@ def _write_shards(folder: Path, size: Size, shards: int | None = None) -> list[S
         write_tar(path, _samples(size, number))
         key = f"{number:064x}"
         sha256 = digest_bytes(path.read_bytes())
-        tasks.append(ShardTask((key,), encode_request(key, str(path), sha256), size.pictures))
+        pictures = PictureShard(path.name, str(path), sha256, size.pictures)
+        tasks.append(ShardTask((key,), encode_request(key, pictures), size.pictures))
     return tasks
 
 

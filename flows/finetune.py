@@ -74,7 +74,7 @@ def download(run: Run) -> StageResult:
 @redacted_errors()
 def describe(run: Run, images: StageResult) -> StageResult:
     """Compute values of each picture, by the recipe's describers."""
-    from tasks.describe.stage import DescribeStage  # type: ignore[import-untyped, unused-ignore]
+    from tasks.describe.stage import DescribeStage  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     stage = DescribeStage(run.recipe, images.load(run.store))
     return run.ended(run.build(stage, [images]), stage.show)
@@ -84,7 +84,7 @@ def describe(run: Run, images: StageResult) -> StageResult:
 @redacted_errors()
 def select(run: Run, images: StageResult, described: StageResult | None) -> StageResult:
     """Choose the pictures to train on, by their descriptions and columns of the source."""
-    from tasks.select.stage import SelectStage  # type: ignore[import-untyped, unused-ignore]
+    from tasks.select.stage import SelectStage  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     before = (images, described)
     stage = SelectStage(run.recipe, *run.load(*before))
@@ -97,7 +97,7 @@ def caption(
     run: Run, images: StageResult, selected: StageResult | None, described: StageResult | None
 ) -> StageResult:
     """Caption the chosen pictures by a model."""
-    from tasks.caption.stage import CaptionStage  # type: ignore[import-untyped, unused-ignore]
+    from tasks.caption.stage import CaptionStage  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     before = (images, selected, described)
     stage = CaptionStage(run.recipe, *run.load(*before))
@@ -110,12 +110,13 @@ def encode(
     run: Run, images: StageResult, selected: StageResult | None, captions: StageResult | None
 ) -> StageResult:
     """Encode the chosen pictures and their captions with the base's encoders to latent shards."""
-    champion = run.champion
+    before = (images, selected, captions)
+    pictures, *chosen = run.load(*before)
     compared = None
-    if champion is not None:
-        compared = champion.load(run.store, DownloadStage.name, champion.compared_images)
-    stage = EncodeStage(run.recipe, images.load(run.store), run.base, compared)
-    return run.ended(run.build(stage, (images, selected, captions)), stage.show)
+    if run.champion is not None:
+        compared = run.champion.compared_pictures(run.store)
+    stage = EncodeStage(run.recipe, pictures, run.base, compared, *chosen)
+    return run.ended(run.build(stage, before), stage.show)
 
 
 @task(**task_limits.stage_task("train"))

@@ -153,7 +153,7 @@ class BatchReader:
 
     Attributes:
         groups: for each shard, number of samples per group.
-        left_out: for each shard, group -> rows that training leaves out.
+        left_out: for each shard, group -> rows that are left out.
         shards: the memory-mapped shards.
 
     Raises:
@@ -416,7 +416,7 @@ class Holdout:
     """
 
     def __init__(self, reader: BatchReader, *, samples: int, draws: int, batch_size: int) -> None:
-        self._samples = evenly_spaced(reader.groups, "holdout", samples)
+        self._samples = evenly_spaced(reader.groups, "holdout", samples, reader.left_out)
         if not self._samples:
             raise Refused("the latents have no held-out samples: raise encode.holdout")
         self._draws = draws

@@ -285,22 +285,33 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return recipe.encode.key_settings() | asdict(TransformSettings.of(recipe))
 
 
-def shard_key(tar_sha256: str, encoders: str, encode: Encode, settings: TransformSettings) -> str:
+def shard_key(
+    tar_sha256: str,
+    encoders: str,
+    encode: Encode,
+    settings: TransformSettings,
+    rows: str | None = None,
+    captions: Mapping[str, Any] | None = None,
+) -> str:
     """Key (sha256 hex) of an image shard's latent shard.
 
     Args:
         tar_sha256: digest of the image shard.
         encoders: digest of the VAE and the text encoders.
+        rows: those of the image shard that it has; None: all.
+        captions: what its captions depend on; None: those of the source.
     """
-    return digest_json(
-        {
-            "stage": STAGE,
-            "version": VERSION,
-            "tar": tar_sha256,
-            "encoders": encoders,
-            "dtype": encode.dtype,
-            "batch_size": encode.batch_size,
-            "transform": asdict(settings),
-            "text": encode.text,
-        }
-    )
+    facts = {
+        "stage": STAGE,
+        "version": VERSION,
+        "tar": tar_sha256,
+        "encoders": encoders,
+        "dtype": encode.dtype,
+        "batch_size": encode.batch_size,
+        "transform": asdict(settings),
+        "text": encode.text,
+        "rows": rows,
+        "captions": captions,
+    }
+    chosen = ("rows", "captions")
+    return digest_json({n: v for n, v in facts.items() if v is not None or n not in chosen})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from artifacts.image_shards import read_tar
 from artifacts.models import IGNORED, fetch_model, files_below, put_model
 from artifacts.store import Store
+from configs.settings.caption import Caption
 from runtimes.pipeline_folder.folder import TEXT_PARTS, Base
 from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
@@ -19,6 +19,7 @@ from tasks.devices.processes import Facts, Worker
 from tasks.encode.crop_to_bucket import STAGE, TransformSettings
 from tasks.encode.near_duplicates import SUFFIX
 from tasks.encode.shard import ShardEncoder
+from tasks.pictures import PictureShard
 
 PIPELINE = "pipeline"
 VAE = "vae"  # subfolders of the copy
@@ -45,6 +46,7 @@ class EncodingPlan:
     settings: TransformSettings
     decoders: int = 1  # threads that decode pictures, per device
     copy: EncodersInStore | None = None  # for workers without the folders of `job`
+    caption: dict[str, Any] | None = None  # configs.settings.caption.Caption; None: no table
 
     stage = STAGE
 
@@ -70,31 +72,44 @@ class EncodingPlan:
         job = self.job
         encoder = open_encoder(self.job)
         arguments = (encoder, self.settings, job.batch_size, self.decoders)
-        return partial(encode_tar, ShardEncoder(*arguments, embeds=job.embeds))
+        caption = None if self.caption is None else Caption.model_validate(self.caption)
+        shard_encoder = ShardEncoder(*arguments, embeds=job.embeds)
+        return partial(encode_tar, shard_encoder, caption, self.settings.holdout)
 
 
 def encode_request(
-    key: str, tar: str, sha256: str, thumbnails: str | None = None
+    key: str, pictures: PictureShard, thumbnails: str | None = None
 ) -> dict[str, Any]:
     """What `encode_tar` needs.
 
     Args:
         key: of the latent shard.
-        tar, sha256: URL and digest of the image shard.
         thumbnails: key of the thumbnail shard; None: it is not wanted.
     """
-    return {"key": key, "tar": tar, "sha256": sha256, "thumbnails": thumbnails}
+    about = {"key": key, "tar": pictures.tar, "thumbnails": thumbnails}
+    return {**about, "pictures": asdict(pictures)}
 
 
-def encode_tar(encoder: ShardEncoder, request: dict[str, Any], folder: str) -> Facts:
-    """Encode an image shard to a latent shard and its thumbnails, in `folder`.
+def encode_tar(
+    encoder: ShardEncoder,
+    caption: Caption | None,
+    holdout: float,
+    request: dict[str, Any],
+    folder: str,
+) -> Facts:
+    """Encode pictures of an image shard to a latent shard and their thumbnails, in `folder`.
+
+    Args:
+        caption: the settings of the tables of captions; None: the source's captions are encoded.
+        holdout: fraction of the pictures in the held-out split.
 
     Raises:
         Damaged: the tar has another sha256.
         Refused: see ShardEncoder.encode.
     """
     path = Path(folder, f"{request['key']}.safetensors")
-    facts = encoder.encode(read_tar(request["tar"], request["sha256"]), path)
+    pictures = PictureShard(**request["pictures"])
+    facts = encoder.encode(pictures.read(caption, holdout), path)
     shards: Facts = {request["key"]: facts}
     thumbnails = path.with_suffix(SUFFIX)
     if request["thumbnails"] is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.filesystems import ask_at_once
-from artifacts.image_shards import read_tar
-from artifacts.latent_shards import LeftOut, read_training_ids
+from artifacts.latent_shards import LeftOut, read_ids
 from artifacts.records import digest_json, read_checked
-from artifacts.store import Artifact, Shard, Store
+from artifacts.store import Shard, Store
 from runtimes.process.launcher import count_cores
 from tasks.encode.crop_to_bucket import STAGE, BadSample, decode, is_holdout
+from tasks.pictures import PictureShard
 from tasks.progress import Report
 
 SIDE = 16  # of a thumbnail, pixels
@@ -89,61 +89,57 @@ def write_thumbnails(path: Path, thumbnails: Iterable[tuple[bytes, NDArray[np.ui
 
 
 @dataclass(frozen=True)
-class ImageShard:
-    """An image shard whose pictures have thumbnails."""
+class Thumbnails:
+    """The thumbnails of an image shard's pictures."""
 
-    tar: str  # URL
-    sha256: str
+    pictures: PictureShard
     max_pixels: int  # larger pictures have no thumbnail
 
     @property
     def key(self) -> str:
-        """Key (sha256 hex) of its thumbnail shard."""
-        facts = {"thumbnails": VERSION, "tar": self.sha256, "max_pixels": self.max_pixels}
-        return digest_json({"stage": STAGE, **facts})
+        """Key (sha256 hex) of the thumbnail shard."""
+        facts: dict[str, Any] = {"tar": self.pictures.sha256, "max_pixels": self.max_pixels}
+        if self.pictures.rows is not None:
+            facts["rows"] = self.pictures.rows
+        return digest_json({"stage": STAGE, "thumbnails": VERSION, **facts})
 
-    def thumbnails(self) -> Iterator[tuple[bytes, NDArray[np.uint8]]]:
-        """Sha256 and thumbnail of each picture. Raises Damaged for another sha256 of the tar."""
-        for sample in read_tar(self.tar, self.sha256):
+    def commit(self, store: Store) -> Shard:
+        """Commit the thumbnail shard. Raises Damaged for another sha256 of the tar."""
+        with tempfile.TemporaryDirectory(prefix="kiln-thumbnails-") as folder:
+            path = Path(folder, "thumbnails")
+            write_thumbnails(path, self._read())
+            return store.commit_shard(STAGE, self.key, {SUFFIX: str(path)}, {})
+
+    def _read(self) -> Iterator[tuple[bytes, NDArray[np.uint8]]]:
+        """Sha256 and thumbnail of each picture."""
+        for sample in self.pictures.read():
             try:
                 picture = decode(sample.image, self.max_pixels)
             except BadSample:
                 continue
             yield sample.source_sha256, thumbnail(picture)
 
-    def commit(self, store: Store) -> Shard:
-        """Commit its thumbnail shard."""
-        with tempfile.TemporaryDirectory(prefix="kiln-thumbnails-") as folder:
-            path = Path(folder, "thumbnails")
-            write_thumbnails(path, self.thumbnails())
-            return store.commit_shard(STAGE, self.key, {SUFFIX: str(path)}, {})
 
-
-def image_shards(images: Artifact, max_pixels: int) -> list[ImageShard]:
-    """The image shards of an artifact, without those that repeat another's bytes."""
-    tars = {entry.sha256: entry.path for entry in images.files if entry.path.endswith(".tar")}
-    return [ImageShard(images.url(path), sha256, max_pixels) for sha256, path in tars.items()]
-
-
-def thumbnail_shards(store: Store, images: Sequence[ImageShard]) -> list[Shard]:
-    """The thumbnail shard of each image shard.
+def thumbnail_shards(store: Store, wanted: Sequence[Thumbnails]) -> list[Shard]:
+    """The shard of each.
 
     The encoders commit those of new latents. Here are made those of latents of earlier checkouts,
     and those that `kiln gc` has deleted.
     """
-    stored = ask_at_once(store.fs, partial(store.shard, STAGE), [image.key for image in images])
+    stored = ask_at_once(store.fs, partial(store.shard, STAGE), [one.key for one in wanted])
     with ThreadPoolExecutor(count_cores()) as threads:
-        shards = threads.map(lambda image, shard: shard or image.commit(store), images, stored)
+        shards = threads.map(lambda one, shard: shard or one.commit(store), wanted, stored)
         return list(shards)
 
 
 def split_thumbnails(
-    store: Store, shard: Shard, holdout: float
+    store: Store, shard: Shard, holdout: float, kept: Set[bytes] | None = None
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
     """Held-out and training pictures of a thumbnail shard, [N] of THUMBNAIL each.
 
     Args:
         holdout: fraction of the pictures in the held-out split.
+        kept: sha256 of the pictures that count; None: all.
 
     Raises:
         Damaged: its file has another sha256.
@@ -151,6 +147,8 @@ def split_thumbnails(
     [entry] = shard.files
     root = store.shards_path(STAGE)
     rows = np.load(BytesIO(read_checked(store.fs, root, entry.path, entry.sha256)))
+    if kept is not None:
+        rows = rows[np.array([sha256 in kept for sha256 in rows["id"].tolist()], bool)]
     mask = np.array([is_holdout(sha256, holdout) for sha256 in rows["id"].tolist()], bool)
     return rows[mask], rows[~mask]
 
@@ -159,6 +157,7 @@ def copies_of_held_out(
     store: Store,
     latents: Sequence[Shard],
     thumbnails: Sequence[Shard],
+    kept: Sequence[Set[bytes] | None],
     compared: Sequence[Shard],
     holdout: float,
     progress: Report,
@@ -166,7 +165,8 @@ def copies_of_held_out(
     """The training samples of latent shards that are near-duplicates of held-out pictures.
 
     Args:
-        thumbnails: thumbnail shards of the same image shards as `latents`, in their order.
+        thumbnails: thumbnail shards of the same pictures as `latents`, in their order.
+        kept: for each of them, sha256 of the pictures that are selected; None: all.
         compared: thumbnail shards of further held-out pictures.
         holdout: fraction of the pictures in the held-out split.
 
@@ -174,13 +174,18 @@ def copies_of_held_out(
         Damaged: a thumbnail shard has another sha256.
     """
     held_out = [
-        split_thumbnails(store, shard, holdout)[0]["grey"] for shard in (*thumbnails, *compared)
+        split_thumbnails(store, shard, holdout, some)[0]["grey"]
+        for shard, some in zip(
+            (*thumbnails, *compared), (*kept, *(None for _ in compared)), strict=True
+        )
     ]
     others = mirror_parts(np.concatenate(held_out))
     left_out: LeftOut = {}
     total = len(latents)
-    for number, (shard, of_shard) in enumerate(zip(latents, thumbnails, strict=True), 1):
-        training = split_thumbnails(store, of_shard, holdout)[1]
+    for number, (shard, of_shard, some) in enumerate(
+        zip(latents, thumbnails, kept, strict=True), 1
+    ):
+        training = split_thumbnails(store, of_shard, holdout, some)[1]
         copies = set(training["id"][near_any(training["grey"], others)].tolist())
         if copies and (rows := _rows(store, shard, copies)):
             left_out[shard.key] = rows
@@ -192,7 +197,7 @@ def copies_of_held_out(
 def _rows(store: Store, shard: Shard, copies: set[bytes]) -> dict[str, dict[int, str]]:
     """The rows of pictures in a latent shard, as a value of LeftOut."""
     [entry] = shard.files
-    ids = read_training_ids(store.fs, f"{store.shards_path(STAGE)}/{entry.path}")
+    ids = read_ids(store.fs, f"{store.shards_path(STAGE)}/{entry.path}")
     found = {
         group: {row: sha256.hex() for row, sha256 in enumerate(rows) if sha256 in copies}
         for group, rows in ids.items()

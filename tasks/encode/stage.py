@@ -7,11 +7,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 from uuid import uuid4
 
-from artifacts.latent_shards import INFO, LEFT_OUT, LeftOut, encode_left_out
+from artifacts.latent_shards import INFO, LEFT_OUT, NOT_SELECTED, LeftOut, encode_left_out
+from artifacts.records import digest_json
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed
 from configs.settings.recipe import Recipe
@@ -25,17 +26,15 @@ from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
 from tasks.encode import crop_to_bucket
 from tasks.encode.encoders import EncodingPlan, encode_request, put_encoders
 from tasks.encode.near_duplicates import (
-    ImageShard,
+    Thumbnails,
     copies_facts,
     copies_of_held_out,
-    image_shards,
     thumbnail_shards,
 )
+from tasks.encode.parts import ShardPart, not_selected, parts_of
 from tasks.panels import Facts, Panel, Table
+from tasks.pictures import Pictures, PictureShard
 from tasks.progress import Report
-
-if TYPE_CHECKING:
-    from tasks.devices.commit_shards import ShardTask
 
 log = logging.getLogger("kiln")
 #: A rule of thumb: metrics against fewer held-out pictures have wide intervals.
@@ -49,8 +48,10 @@ class EncodeStage(Stage):
     recipe: Recipe
     images: Artifact
     base: Base
-    #: Images with the held-out pictures of a champion's evaluation; None without a champion.
-    compared: Artifact | None = None
+    #: Those with the held-out pictures of a champion's evaluation; None without a champion.
+    compared: Pictures | None = None
+    selected: Artifact | None = None  # None: all pictures
+    captions: Artifact | None = None  # None: the source's
 
     name = crop_to_bucket.STAGE
     version = crop_to_bucket.VERSION
@@ -63,15 +64,24 @@ class EncodeStage(Stage):
     @property
     def inputs(self) -> dict[str, str]:
         """The pictures and the encoders. Raises Refused."""
-        images = {"images": self.images.digest}
+        inputs = {name: artifact.digest for name, artifact in self.parents.items()}
         if self.compared is not None:
-            images["compared"] = self.compared.digest
-        return {**images, "encoders": self.base.digest_encoders()}
+            inputs["compared"] = self.compared.images.digest
+            if self.compared.digest is not None:
+                inputs["compared_choice"] = self.compared.digest
+        return {**inputs, "encoders": self.base.digest_encoders()}
 
     @property
     def parents(self) -> dict[str, Artifact]:
-        """The pictures."""
-        return {"images": self.images}
+        """The pictures, their selection and captions."""
+        chosen = {"selected": self.selected, "captions": self.captions}
+        there = {name: artifact for name, artifact in chosen.items() if artifact is not None}
+        return {"images": self.images, **there}
+
+    @cached_property
+    def pictures(self) -> Pictures:
+        """What is encoded."""
+        return Pictures(self.images, self.selected, self.captions)
 
     def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
         """Encode the image shards that have no latent shard, and add all latent shards.
@@ -81,12 +91,17 @@ class EncodeStage(Stage):
             Failed: more than `encode.max_bad` of the samples are bad, or no sample is left.
         """
         base = self.base
-        shards = self.encode_missing(draft.store, f"{draft.path}/{REPORTS}", progress)
+        store = draft.store
+        parts = self._parts(store)
+        shards = self.encode_missing(store, f"{draft.path}/{REPORTS}", progress, parts)
         info = dict(base.encoders)
+        dropped = not_selected(store, self.pictures, parts, shards)
+        summary = summarise(shards, info["vae_scale_factor"], base.caption_limits, dropped)
         searches = self.recipe.encode.holdout and self.recipe.encode.leave_out_copies
-        left_out = self._leave_out(draft, shards, progress) if searches else {}
-        summary = summarise(shards, info["vae_scale_factor"], base.caption_limits)
-        summary["copies_left_out"] = sum(map(count_left_out, left_out.values()))
+        copies = self._copies(draft, shards, parts, progress) if searches else {}
+        if left_out := merged(copies, dropped):
+            draft.write(LEFT_OUT, encode_left_out(left_out))
+        summary["copies_left_out"] = sum(map(count_copies, left_out.values()))
         check_samples(summary, self.recipe.encode.max_bad)
         if summary["uncaptioned"]:
             log.warning(
@@ -95,10 +110,14 @@ class EncodeStage(Stage):
                 summary["uncaptioned"],
                 summary["samples"],
             )
-        for shard in shards:
+        for shard, part in zip(shards, parts, strict=True):
             meta = {"groups": shard.meta["groups"]}
+            if len(self.parents) > 1:
+                meta |= part.facts
             if shard.key in left_out:
-                meta["copies_left_out"] = count_left_out(left_out[shard.key])
+                meta["copies_left_out"] = count_copies(left_out[shard.key])
+            if shard.key in dropped:
+                meta["not_selected"] = count_training(dropped[shard.key])
             draft.add_shard(replace(shard, meta=meta))
         settings = crop_to_bucket.TransformSettings.of(self.recipe)
         longest = [shard.meta["longest"] for shard in shards if "longest" in shard.meta]
@@ -110,26 +129,28 @@ class EncodeStage(Stage):
         draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
         return summary | {"run": runtime_facts(self.recipe.runtime)}
 
-    def _leave_out(self, draft: Draft, shards: Sequence[Shard], progress: Report) -> LeftOut:
-        """Name the thumbnail shards and the copies of held-out pictures in the draft."""
+    def _copies(
+        self, draft: Draft, shards: Sequence[Shard], parts: Sequence[ShardPart], progress: Report
+    ) -> LeftOut:
+        """The copies of held-out pictures, by thumbnail shards that are named in the draft."""
         store = draft.store
         max_pixels = self.recipe.download.max_pixels
-        images = image_shards(self.images, max_pixels)
-        thumbnails = thumbnail_shards(store, images)
-        compared: list[Shard] = []
-        if self.compared is not None:
-            others = set(image_shards(self.compared, max_pixels)) - set(images)
-            compared = thumbnail_shards(store, [*others])
-        holdout = self.recipe.encode.holdout
-        left_out = copies_of_held_out(store, shards, thumbnails, compared, holdout, progress)
+        own = [Thumbnails(part.pictures, max_pixels) for part in parts]
+        keys = {one.key for one in own}
+        before = () if self.compared is None else self.compared.shards
+        others = {one.key: one for one in (Thumbnails(shard, max_pixels) for shard in before)}
+        compared = thumbnail_shards(store, [others[key] for key in others.keys() - keys])
+        thumbnails = thumbnail_shards(store, own)
         for shard in thumbnails:
             draft.add_shard(shard)
-        if left_out:
-            draft.write(LEFT_OUT, encode_left_out(left_out))
-        return left_out
+        kept = [self.pictures.kept_ids(part.pictures) for part in parts]
+        holdout = self.recipe.encode.holdout
+        return copies_of_held_out(store, shards, thumbnails, kept, compared, holdout, progress)
 
-    def encode_missing(self, store: Store, reports: str, progress: Report) -> list[Shard]:
-        """The latent shards of all image shards; those that the store lacks are encoded.
+    def encode_missing(
+        self, store: Store, reports: str, progress: Report, parts: Sequence[ShardPart]
+    ) -> list[Shard]:
+        """The latent shard of each part; those that the store lacks are encoded.
 
         Several flows may do so at once: each shard is encoded by one of them.
 
@@ -142,13 +163,12 @@ class EncodeStage(Stage):
         """
         # Beam takes seconds to import, which a reused artifact does not need.
         with quiet_import():
-            from tasks.devices.commit_shards import CommitShards, commit_shards
+            from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
 
         chosen = self.recipe.encode
         settings = crop_to_bucket.TransformSettings.of(self.recipe)
         crop_to_bucket.bucket_sizes(settings, self.base.encoders["size_step"])
-        tasks = self._tasks(settings)
-        if not tasks:
+        if not parts:
             raise Failed("encode: the images artifact has no image shard")
         job = EncodeJob(
             runtime=self.recipe.runtime,
@@ -162,24 +182,36 @@ class EncodeStage(Stage):
         options = beam_options(self.recipe, "encode")
         is_remote = workers_of(options) is Workers.REMOTE
         copy = put_encoders(store, self.base) if is_remote else None
-        plan = EncodingPlan(job, settings, copy=copy)
+        caption = self.recipe.caption
+        captions = None if caption is None else caption.model_dump(mode="json")
+        plan = EncodingPlan(job, settings, copy=copy, caption=captions)
         dofn = CommitShards(store.url, reports, plan, chosen.processes)
+        tasks = []
+        for part in parts:
+            thumbnails = Thumbnails(part.pictures, settings.max_pixels)
+            request = encode_request(
+                part.key, part.pictures, thumbnails.key if settings.holdout else None
+            )
+            tasks.append(ShardTask((part.key,), request, int(part.pictures.mask.sum())))
         return commit_shards(tasks, store, dofn, options, progress)
 
-    def _tasks(self, settings: crop_to_bucket.TransformSettings) -> list[ShardTask]:
-        """What to encode, once for image shards with equal bytes."""
-        from tasks.devices.commit_shards import ShardTask
+    def _parts(self, store: Store) -> list[ShardPart]:
+        """The latent shards of all pictures."""
+        settings = crop_to_bucket.TransformSettings.of(self.recipe)
+        encoders = self.base.digest_encoders()
+        caption = self.recipe.caption
 
-        digest = self.base.digest_encoders()
-        tasks = {}
-        for entry in self.images.files:
-            if entry.path.endswith(".tar"):
-                key = crop_to_bucket.shard_key(entry.sha256, digest, self.recipe.encode, settings)
-                image = ImageShard(self.images.url(entry.path), entry.sha256, settings.max_pixels)
-                thumbnails = image.key if settings.holdout else None
-                request = encode_request(key, image.tar, image.sha256, thumbnails)
-                tasks[key] = ShardTask((key,), request, entry.meta["samples"])
-        return list(tasks.values())
+        def new(pictures: PictureShard) -> ShardPart:
+            captioner = captions = None
+            if pictures.captions is not None and caption is not None:
+                facts = {"prompts": pictures.captions["prompts"], "of": caption.key_settings()}
+                captioner = digest_json(facts)
+                captions = {"captioner": captioner, "table": pictures.captions["sha256"]}
+            about = (pictures.sha256, encoders, self.recipe.encode, settings)
+            key = crop_to_bucket.shard_key(*about, pictures.rows, captions)
+            return ShardPart(key, pictures, captioner)
+
+        return parts_of(store, self.pictures, self.parts, new)
 
     def check(self, summary: dict[str, Any]) -> None:
         """Raise Failed for too many bad samples; tell what few held-out pictures or copies mean."""
@@ -199,7 +231,7 @@ class EncodeStage(Stage):
     def helper(self, store: Store, progress: Report) -> Callable[[], object]:
         """A call that encodes shards beside another host's build."""
         reports = f"{store.root}/{self.name}/{self.parts.key}/{REPORTS}-{uuid4().hex}"
-        return partial(self.encode_missing, store, reports, progress)
+        return lambda: self.encode_missing(store, reports, progress, self._parts(store))
 
     def versions(self) -> Mapping[str, str]:
         """The code, and the packages that encode."""
@@ -222,15 +254,33 @@ class EncodeStage(Stage):
         ]
 
 
-def count_left_out(groups: Mapping[str, Mapping[int, str]]) -> int:
-    """Samples of a shard that training leaves out, by its value of LeftOut."""
-    return sum(map(len, groups.values()))
+def merged(copies: LeftOut, dropped: LeftOut) -> LeftOut:
+    """What is left out for either reason; of rows with both, they are not selected."""
+    left_out: LeftOut = {}
+    for shards in (copies, dropped):
+        for key, groups in shards.items():
+            for group, rows in groups.items():
+                left_out.setdefault(key, {}).setdefault(group, {}).update(rows)
+    return left_out
 
 
-def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[str, Any]:
+def count_copies(groups: Mapping[str, Mapping[int, str]]) -> int:
+    """Near-duplicates of held-out pictures among what is left out of a shard."""
+    return sum(why != NOT_SELECTED for rows in groups.values() for why in rows.values())
+
+
+def count_training(groups: Mapping[str, Mapping[int, str]]) -> int:
+    """Training samples among what is left out of a shard."""
+    return sum(len(rows) for group, rows in groups.items() if group.startswith("train/"))
+
+
+def summarise(
+    shards: list[Shard], factor: int, limits: dict[str, int], dropped: LeftOut
+) -> dict[str, Any]:
     """Counts over all shards. `captions` are distinct within their shard, not over all.
 
     Args:
+        dropped: samples that are not selected, which do not count as samples.
         factor: pixels per latent pixel.
         limits: tokens of a caption that each text encoder reads; the last encoder's is the longest.
     """
@@ -241,9 +291,11 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
     cut: Counter[str] = Counter()
     for shard in shards:
         groups.update(shard.meta["groups"])
+        groups.subtract({name: len(rows) for name, rows in dropped.get(shard.key, {}).items()})
         bad.update(shard.meta["bad_reasons"])
         tokens.update({int(k): n for k, n in shard.meta["caption_tokens"].items()})
         cut.update(shard.meta["cut"])
+    groups = +groups
     for group, count in groups.items():
         height, width = (int(side) * factor for side in group.partition("/")[2].split("x"))
         buckets[f"{height}x{width}"] += count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tasks.evaluate import draw
 from tasks.evaluate.features import digest_image_encoder
 from tasks.evaluate.judges import judge_names
 from tasks.evaluate.metrics import LEVELS, all_prompts, compared_sets, prompt_rounds
+from tasks.pictures import Pictures
 from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
 
@@ -62,10 +64,17 @@ class EvalInputs:
     training_latents: Artifact | None = None  # of the training pictures; None: latents
     rounds: int = 1  # of drawing
 
-    @property
-    def training(self) -> Artifact:
-        """The images among which copies of training pictures are searched."""
-        return self.images if self.training_images is None else self.training_images
+    @cached_property
+    def held_out(self) -> Pictures:
+        """The pictures of the latents with the held-out ones."""
+        return Pictures.of(self.latents, self.images)
+
+    @cached_property
+    def training(self) -> Pictures:
+        """The pictures among which copies of training pictures are searched."""
+        if self.training_images is None:
+            return self.held_out
+        return Pictures.of(self.training_latents or self.latents, self.training_images)
 
     @property
     def left_out(self) -> set[str]:
@@ -78,8 +87,9 @@ class EvalInputs:
         trained_on = self.training_latents
         return {
             "images": self.images.digest,
-            "training_images": self.training.digest,
+            "training_images": self.training.images.digest,
             "latents": self.latents.digest,
+            **_choices(held_out=self.held_out, training=self.training),
             **({"training_latents": trained_on.digest} if trained_on is not None else {}),
             **model_digests(self.base),
             **self.measuring.digests(),
@@ -98,6 +108,12 @@ class EvalInputs:
         """The base, or the model with the weights of a train artifact."""
         content = None if trained is None else weights_content(trained)
         return draw.EvalModel(draw.digest_eval_model(self.base, content), self.base, weights)
+
+
+def _choices(**pictures: Pictures) -> dict[str, str]:
+    """Name and digest of each choice of pictures, where a recipe selects."""
+    digests = ((name, some.digest) for name, some in pictures.items())
+    return {f"{name}_choice": digest for name, digest in digests if digest is not None}
 
 
 def model_digests(base: Base) -> dict[str, str]:
@@ -169,6 +185,7 @@ def fingerprint(inputs: EvalInputs) -> str:
             "compared": list(compared_sets(recipe.evaluate)),
             "models": inputs.measuring.digests(),
             "reference": inputs.images.digest,
+            **_choices(held_out=inputs.held_out),
             "transform": asdict(TransformSettings.of(recipe)),
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),

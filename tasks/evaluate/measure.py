@@ -39,6 +39,7 @@ from tasks.evaluate.inception import Inception
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import Judge, Scores, clip_scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
+from tasks.pictures import Pictures
 from tasks.progress import Report
 
 #: More pictures hardly change a distance, while the search through a large dataset is slow.
@@ -46,7 +47,7 @@ LIMIT = 2000
 
 
 def reference_pictures(
-    images: Artifact,
+    pictures: Pictures,
     settings: TransformSettings,
     factor: int,
     split: Split,
@@ -59,7 +60,6 @@ def reference_pictures(
     first pictures are a random sample.
 
     Args:
-        images: artifact of image shards.
         factor: sides are multiples of this many pixels.
         left_out: sha256 (hex) of pictures that are not among them.
 
@@ -70,10 +70,8 @@ def reference_pictures(
         return  # there is none, so no tar need be searched
     buckets = bucket_sizes(settings, factor)
     count = 0
-    for entry in sorted(images.files, key=lambda entry: entry.path):
-        if not entry.path.endswith(".tar"):
-            continue
-        for sample in read_tar(images.url(entry.path), entry.sha256):
+    for shard in pictures.shards:
+        for sample in shard.read():
             if count == limit:
                 continue  # only to the end of the tar, which is checked there
             sha256 = sample.source_sha256
@@ -83,7 +81,7 @@ def reference_pictures(
                 continue
             picture = _transformed(sample, settings, buckets)
             if picture is not None:
-                yield entry.path, sample, picture
+                yield shard.path, sample, picture
                 count += 1
         if count == limit:
             return
@@ -336,24 +334,25 @@ def _references(
     settings = TransformSettings.of(inputs.recipe)
     latents = open_latents(inputs.latents.uri)
     factor = latents.info["size_step"]
-    images = inputs.images
+    chosen = inputs.held_out
     name = "held-out"
     count = latents.held_out
     left_out: Set[str] = frozenset()
     if split == "train":
         left_out = inputs.left_out
-        images = inputs.training
+        chosen = inputs.training
         name = "training"
         count = latents.training
     facts = {
-        "images": images.digest,
+        "images": chosen.images.digest,
+        **({"choice": chosen.digest} if chosen.digest is not None else {}),
         "transform": vars(settings),
         "factor": factor,
         "split": split,
         "limit": limit,
         **({"left_out": digest_json(sorted(left_out))} if left_out else {}),
     }
-    pictures = reference_pictures(images, settings, factor, split, limit, left_out)
+    pictures = reference_pictures(chosen, settings, factor, split, limit, left_out)
     digests = inputs.measuring.digests()  # its names CLIP and INCEPTION are ours
     digests[IMAGE] = f"whole pictures {digests.get('image_encoder', digests['clip'])}"
     digests[PIXELS] = Pixels.digest

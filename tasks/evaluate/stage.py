@@ -214,7 +214,7 @@ class EvaluateStage(Measurement):
         settings = TransformSettings.of(self.data.recipe)
         factor = open_latents(self.data.latents.uri).info["size_step"]
         wanted = {(pair.tar, pair.key) for pair in pairs}
-        training = measure.find_pictures(self.data.training, wanted, settings, factor)
+        training = measure.find_pictures(self.data.training.images, wanted, settings, factor)
         samples = draw.read_chosen(draft.store, {pair.sample for pair in pairs}, *drawn)
         shown = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
         draft.write(PAIRS, render_pairs(shown))

@@ -8,6 +8,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks.encode.crop_to_bucket import settings_for_key
+from tasks.pictures import Pictures
 from tasks.publish.promotion_gate import needs_champion
 from tasks.publish.registry import Registry
 from tasks.publish.stage import registry_of
@@ -32,6 +33,11 @@ class Champion:
     def load(self, store: Store, stage: str, key: str) -> Artifact:
         """One of its artifacts. Raises Refused if the store lacks it."""
         return _load(store, stage, key, self.version)
+
+    def compared_pictures(self, store: Store) -> Pictures:
+        """The pictures of its evaluation. Raises Refused if the store lacks them."""
+        latents = self.load(store, "encode", self.compared_latents)
+        return Pictures.of(latents, self.load(store, "download", self.compared_images))
 
     def comparison_set(
         self, recipe: Recipe, store: Store, encoded: Artifact

@@ -364,7 +364,8 @@ def _count(shards: list[Shard]) -> int:
     """Training samples; mirrored ones and those left out do not count."""
     groups = (shard.meta["groups"] for shard in shards)
     stored = sum(n for group in groups for name, n in group.items() if name.startswith("train/"))
-    return stored - sum(shard.meta.get("copies_left_out", 0) for shard in shards)
+    left_out = ("copies_left_out", "not_selected")
+    return stored - sum(shard.meta.get(name, 0) for shard in shards for name in left_out)
 
 
 def _shards(latents: Artifact) -> list[Shard]:

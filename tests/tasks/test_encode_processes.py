@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import chips
 import numpy as np
@@ -26,8 +27,13 @@ from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks.child_process import ProcessLost
 from tasks.devices.processes import DeviceProcess
 from tasks.encode.encoders import EncodingPlan, encode_request
+from tasks.pictures import PictureShard
 
 CAPTIONS = ["a red cat", "", "a dog"]
+
+
+def request_of(tar: str, sha256: str) -> dict[str, Any]:
+    return encode_request("key", PictureShard(tar, tar, sha256, 6))
 
 
 def start() -> DeviceProcess:
@@ -67,22 +73,22 @@ def test_an_error_of_a_shard_ends_no_process(
 ) -> None:
     encode = process.slots[0]
     folder = str(tmp_path)
-    facts = encode(encode_request("key", *tar), folder)
+    facts = encode(request_of(*tar), folder)
     assert facts["key"]["groups"] == {"train/8x8": 6}
     with pytest.raises(Damaged, match=r"shard\.tar is damaged"):
-        encode(encode_request("key", tar[0], "0" * 64), folder)
+        encode(request_of(tar[0], "0" * 64), folder)
     Path(tar[0]).write_bytes(b"no tar" * 1000)
     with pytest.raises(Failed, match=r"ValueError: .*not a readable tar"):
-        encode(encode_request("key", tar[0], digest_bytes(b"no tar" * 1000)), folder)
+        encode(request_of(tar[0], digest_bytes(b"no tar" * 1000)), folder)
     with pytest.raises(Failed, match="FileNotFoundError"):
-        encode(encode_request("key", f"{folder}/absent.tar", tar[1]), folder)
+        encode(request_of(f"{folder}/absent.tar", tar[1]), folder)
 
 
 @pytest.mark.slow
 def test_an_outage_of_the_store_has_its_type(s3_away: None, tmp_path: Path) -> None:
     process = start()
     with pytest.raises(Away, match=r"^s3://shards cannot be used now \(Could not connect"):
-        process.slots[0](encode_request("key", "s3://shards/shard.tar", "0" * 64), str(tmp_path))
+        process.slots[0](request_of("s3://shards/shard.tar", "0" * 64), str(tmp_path))
     process.process.close()
 
 
@@ -90,7 +96,7 @@ def test_an_outage_of_the_store_has_its_type(s3_away: None, tmp_path: Path) -> N
 def test_a_process_ends_when_its_client_does_even_while_it_reads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endless.tar")
     process = start()
-    request = encode_request("key", f"{tmp_path}/endless.tar", "")
+    request = request_of(f"{tmp_path}/endless.tar", "")
     process.process.send(json.dumps({"request": request, "folder": ""}).encode(), 1)
     writer = os.open(tmp_path / "endless.tar", os.O_WRONLY)  # returns once the process reads
     assert process.process.close() == 0
@@ -104,7 +110,7 @@ def test_every_slot_of_a_dead_process_is_lost(
     os.kill(process.process.pid, signal.SIGKILL)
     for encode in process.slots:
         with pytest.raises(ProcessLost, match=r"^the encode process ended with -9: "):
-            encode(encode_request("key", *tar), str(tmp_path))
+            encode(request_of(*tar), str(tmp_path))
 
 
 @pytest.mark.slow

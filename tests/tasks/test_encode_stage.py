@@ -37,6 +37,7 @@ from tasks.encode import stage as encode
 from tasks.encode.crop_to_bucket import TransformSettings
 from tasks.encode.encoders import EncodingPlan, encode_request
 from tasks.encode.shard import ShardEncoder
+from tasks.pictures import PictureShard
 from tasks.plan.plan import caption_bytes
 
 pytestmark = pytest.mark.slow
@@ -165,7 +166,7 @@ def test_bytes_do_not_depend_on_the_number_of_processes(make: Callable[..., Arti
 
 
 def task_of(key: str, tar: str, sha256: str) -> ShardTask:
-    return ShardTask((key,), encode_request(key, tar, sha256), 7)
+    return ShardTask((key,), encode_request(key, PictureShard(tar, tar, sha256, 7)), 7)
 
 
 class _Counted(DevicePool):
@@ -178,7 +179,7 @@ class _Counted(DevicePool):
     def compute(self, request: dict, folder: str) -> Facts:
         if not self._counted:
             self._together.wait(60)
-        self._counted.append(request["sha256"])
+        self._counted.append(request["key"])
         return super().compute(request, folder)
 
 
@@ -208,7 +209,7 @@ def test_two_hosts_share_the_shards_and_encode_each_once(
         pools = [_Counted(plan, counted, together) for counted in counts]
         for done in [hosts.submit(host, pool) for pool in pools]:
             done.result()
-    assert sorted(counts[0] + counts[1]) == sorted(task.request["sha256"] for task in tasks)
+    assert sorted(counts[0] + counts[1]) == sorted(task.key for task in tasks)
     assert all(counts), "one host encoded every shard"
     found = [Store(recipe.store).shard("encode", task.key).files[0].sha256 for task in tasks]
     assert sorted(found) == sorted(digests_of(expected).values())

@@ -25,6 +25,7 @@ from tasks.evaluate.judges import clip_scores
 from tasks.evaluate.measure import LIMIT, MetricSuite, find_pictures, reference_pictures
 from tasks.evaluate.memorization import closest_pairs
 from tasks.evaluate.stage import _grid
+from tasks.pictures import Pictures
 
 Picture = NDArray[np.uint8]
 SETS = {"new": ("a red cat", "a blue dog"), "old": ("a house", "a tree", "a hill")}
@@ -183,7 +184,9 @@ def images(store: Store, path: Path) -> tuple[Artifact, list[Sample]]:
         samples.append(Sample(f"{number:03}", picture, "png", ("a thing",), meta))
     write_tar(path, samples)
     draft = store.draft(KeyParts("download", 1, {}, {}))
-    draft.add_shard(store.commit_shard("download", "0" * 64, {".tar": str(path)}, {}))
+    draft.add_shard(
+        store.commit_shard("download", "0" * 64, {".tar": str(path)}, {"samples": len(samples)})
+    )
     return draft.commit({}, {}), samples
 
 
@@ -194,14 +197,16 @@ def test_the_reference_pictures_are_those_of_the_split(store: Store, tmp_path: P
     assert held and trained
     for split, wanted in (("holdout", held), ("train", trained)):
         expected: list[Any] = [np.asarray(Image.open(io.BytesIO(s.image))) for s in wanted]
-        found = list(reference_pictures(artifact, TRANSFORM, 4, split, LIMIT))
+        found = list(reference_pictures(Pictures(artifact), TRANSFORM, 4, split, LIMIT))
         np.testing.assert_array_equal([picture for *_, picture in found], expected)
         assert [sample.key for _, sample, _ in found] == [s.key for s in wanted]
-        assert len(list(reference_pictures(artifact, TRANSFORM, 4, split, 2))) == 2
+        assert len(list(reference_pictures(Pictures(artifact), TRANSFORM, 4, split, 2))) == 2
     copies = {s.meta["sha256"] for s in trained[:2]}
     rest = [
         sample.key
-        for _, sample, _ in reference_pictures(artifact, TRANSFORM, 4, "train", LIMIT, copies)
+        for _, sample, _ in reference_pictures(
+            Pictures(artifact), TRANSFORM, 4, "train", LIMIT, copies
+        )
     ]
     assert rest == [s.key for s in trained[2:]], "a copy of a held-out picture is not trained on"
     chosen = {(path, sample.key) for path, sample, _ in found[1:3]}
@@ -216,7 +221,11 @@ def test_no_tar_is_read_where_nothing_is_held_out(store: Store, tmp_path: Path) 
     (tar,) = Path(store.shards_path("download")).glob("*.tar")
     tar.unlink()
     assert (
-        list(reference_pictures(artifact, replace(TRANSFORM, holdout=0.0), 4, "holdout", LIMIT))
+        list(
+            reference_pictures(
+                Pictures(artifact), replace(TRANSFORM, holdout=0.0), 4, "holdout", LIMIT
+            )
+        )
         == []
     )
 
@@ -226,7 +235,7 @@ def test_a_replaced_tar_is_no_reference(store: Store, tmp_path: Path) -> None:
     (tar,) = Path(store.shards_path("download")).glob("*.tar")
     tar.write_bytes(tar.read_bytes()[:-1] + b"!")  # in the padding, which nothing else reads
     with pytest.raises(Damaged):
-        list(reference_pictures(artifact, TRANSFORM, 4, "holdout", LIMIT))
+        list(reference_pictures(Pictures(artifact), TRANSFORM, 4, "holdout", LIMIT))
 
 
 def test_features_of_references_are_computed_once_for_their_content(
@@ -242,7 +251,7 @@ def test_features_of_references_are_computed_once_for_their_content(
             return super().images(batch)
 
     def features(encoders: dict[str, str], **facts: Any) -> dict[str, ReferenceFeatures]:
-        pictures = reference_pictures(artifact, TRANSFORM, 4, "train", LIMIT)
+        pictures = reference_pictures(Pictures(artifact), TRANSFORM, 4, "train", LIMIT)
         models = {name: Counting() for name in encoders}
         facts = {"images": artifact.digest, **facts}
         return reference_features(store, models, encoders, facts, pictures)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encode_stage import Pictures, encode_recipe, images_of
+from encode_stage import Pictures as Shard
+from encode_stage import encode_recipe, images_of
 from picture_bytes import encode_picture
 from PIL import Image, ImageOps
 
@@ -24,6 +25,7 @@ from tasks.encode.crop_to_bucket import is_holdout
 from tasks.encode.near_duplicates import mirror_parts, near_any, thumbnail
 from tasks.encode.stage import EncodeStage
 from tasks.panels import Facts
+from tasks.pictures import Pictures
 
 HOLDOUT = 0.25
 
@@ -74,7 +76,7 @@ def held_out(data: bytes) -> bool:
     return is_holdout(bytes.fromhex(digest_bytes(data)), HOLDOUT)
 
 
-def shard_of(*pictures: bytes) -> Pictures:
+def shard_of(*pictures: bytes) -> Shard:
     return {f"{number:05}": (data, ("a place",)) for number, data in enumerate(pictures)}
 
 
@@ -100,16 +102,16 @@ def library() -> Library:
 
 
 def encode(
-    shards: list[Pictures],
+    shards: list[Shard],
     model: Path,
     tmp_path: Path,
-    compared: list[Pictures] | None = None,
+    compared: list[Shard] | None = None,
     **settings: object,
 ) -> Artifact:
     recipe = encode_recipe(tmp_path / "store", model, holdout=HOLDOUT, batch_size=8, **settings)
     store = Store(recipe.store)
     images = images_of(store, shards, tmp_path)
-    before = None if compared is None else images_of(store, compared, tmp_path)
+    before = None if compared is None else Pictures(images_of(store, compared, tmp_path))
     stage = EncodeStage(recipe, images, Base.open(model), before)
     draft = store.draft(stage.parts)
     return draft.commit(stage.build(draft, lambda *_: None), {})
@@ -171,7 +173,7 @@ def test_no_picture_of_a_set_that_grows_changes_its_side(
     copies = [*library.copies]
     parts = [shard_of(*copies[:10]), shard_of(*copies[10:40]), shard_of(*library.originals)]
     sides: list[tuple[set[str], set[str]]] = []
-    monkeypatch.setattr(near_duplicates.ImageShard, "commit", None)  # no picture is decoded twice
+    monkeypatch.setattr(near_duplicates.Thumbnails, "commit", None)  # no picture is decoded twice
     for count in (1, 2, 3):
         latents = encode(parts[:count], tiny_sdxl, tmp_path)
         opened = open_latents(latents.uri)

@@ -1,0 +1,173 @@
+"""The pictures of a run: the rows of image shards that a selection keeps, with their captions.
+
+Encoding, the references of an evaluation and the search for copies of held-out pictures read image
+shards through `Pictures` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts.image_shards import Sample, read_tar
+from artifacts.records import digest_json
+from artifacts.store import Artifact
+from configs.errors import Failed
+from configs.settings.caption import Caption
+from tasks.encode.crop_to_bucket import is_holdout
+
+
+def hex_of_rows(mask: NDArray[np.bool_]) -> str:
+    """The true rows of a mask [N], as the bits of a number in hex, from the lowest."""
+    return f"{int.from_bytes(np.packbits(mask, bitorder='little').tobytes(), 'little'):x}"
+
+
+def rows_of_hex(rows: str | None, count: int) -> NDArray[np.bool_]:
+    """The mask [count] of `hex_of_rows`; None: all rows."""
+    if rows is None:
+        return np.ones(count, bool)
+    data = int(rows, 16).to_bytes(-(-count // 8), "little")
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little").astype(bool)
+
+
+@dataclass(frozen=True)
+class PictureShard:
+    """Pictures of an image shard, in the order of its tar; its fields are JSON."""
+
+    path: str  # of the tar, in the images artifact
+    tar: str  # URL of the tar
+    sha256: str  # of the tar
+    samples: int  # of the tar
+    first: int = 0  # number of the tar's first sample among those of all tars
+    rows: str | None = None  # those of these pictures, as `hex_of_rows`; None: all
+    captions: dict[str, Any] | None = None  # url, sha256 and prompts of their table; None: none
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """Whether each sample of the tar is one of these pictures: bool [samples]."""
+        return rows_of_hex(self.rows, self.samples)
+
+    def with_rows(self, mask: NDArray[np.bool_]) -> PictureShard:
+        """Other pictures of the same tar."""
+        return replace(self, rows=None if mask.all() else hex_of_rows(mask))
+
+    def read(self, caption: Caption | None = None, holdout: float = 0.0) -> Iterator[Sample]:
+        """The pictures, with their final captions if `caption` has the settings of the table.
+
+        A held-out picture keeps the source's captions, if it has some: captioners then compare by
+        one measure.
+
+        Args:
+            holdout: fraction of the pictures in the held-out split.
+
+        Raises:
+            Damaged: tar or table has another sha256.
+        """
+        mask = self.mask
+        samples = enumerate(read_tar(self.tar, self.sha256))
+        chosen = ((row, sample) for row, sample in samples if self.rows is None or mask[row])
+        if caption is None or self.captions is None:
+            yield from (sample for _, sample in chosen)
+            return
+        # Workers in other environments may lack Arrow.
+        from tasks.caption.tables import captions_to_train, read_captions
+
+        table = read_captions(self.captions["url"], self.captions["sha256"])
+        for row, sample in chosen:
+            if is_holdout(sample.source_sha256, holdout) and any(sample.captions):
+                texts = (f"{caption.prefix}{text}".strip() for text in sample.captions)
+                final: tuple[str, ...] | None = tuple(texts)
+            else:
+                final = captions_to_train(table[row], sample.captions, caption)
+            if final is not None:
+                yield replace(sample, captions=final)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of an images artifact, those of a selection, or with captions of a model."""
+
+    images: Artifact
+    selected: Artifact | None = None
+    captions: Artifact | None = None
+
+    @classmethod
+    def of(cls, latents: Artifact, images: Artifact) -> Pictures:
+        """The pictures of an images artifact that latents are of. Raises Failed."""
+        at = latents.manifest["run"].get("parents", {}).get("selected")
+        if at is None:
+            return cls(images)
+        selected = latents.store.load(at["stage"], at["key"])
+        if selected is None:
+            raise Failed(f"{at['stage']} {at['key'][:12]}: it was deleted: run again")
+        return cls(images, selected)
+
+    @cached_property
+    def shards(self) -> list[PictureShard]:
+        """Those of each tar, in the order of their paths; tars without any are left out."""
+        shards = []
+        tables = self._tables
+        first = 0
+        for entry in sorted(self.images.files, key=lambda entry: entry.path):
+            if not entry.path.endswith(".tar"):
+                continue
+            shard = PictureShard(
+                entry.path,
+                self.images.url(entry.path),
+                entry.sha256,
+                entry.meta["samples"],
+                first,
+                captions=tables.get(entry.sha256),
+            )
+            first += shard.samples
+            mask = self.kept(shard)
+            if mask.any() or self.selected is None:
+                shards.append(shard.with_rows(mask))
+        return shards
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Digest of the choice of pictures; None without a selection."""
+        if self.selected is None:
+            return None
+        return digest_json([[shard.sha256, shard.rows] for shard in self.shards])
+
+    def kept(self, shard: PictureShard) -> NDArray[np.bool_]:
+        """Whether each sample of a shard's tar is selected: bool [samples]."""
+        if self.selected is None:
+            return np.ones(shard.samples, bool)
+        rows: NDArray[np.bool_] = self._selection[0][shard.first : shard.first + shard.samples]
+        return rows
+
+    def kept_ids(self, shard: PictureShard) -> set[bytes] | None:
+        """Sha256 of a shard's pictures that are selected; None: all."""
+        if self.selected is None:
+            return None
+        chosen = zip(self.ids(shard), self.kept(shard) & shard.mask, strict=True)
+        return {sha256 for sha256, is_kept in chosen if is_kept}
+
+    def ids(self, shard: PictureShard) -> list[bytes]:
+        """Sha256 of each sample of a shard's tar, as a selection names them."""
+        return list(self._selection[1].slice(shard.first, shard.samples).to_pylist())
+
+    @cached_property
+    def _selection(self) -> tuple[NDArray[np.bool_], Any]:
+        """For each sample of all tars: whether it is kept, bool [N]; its sha256, as Arrow's."""
+        import pyarrow.parquet as pq
+
+        assert self.selected is not None
+        data = BytesIO(self.selected.read("selection.parquet"))
+        table = pq.read_table(data, columns=["kept", "id"], pre_buffer=False)
+        return table["kept"].to_numpy(), table["id"]
+
+    @cached_property
+    def _tables(self) -> dict[str, dict[str, Any]]:
+        from tasks.caption.tables import tables_of
+
+        return {} if self.captions is None else tables_of(self.captions)
