@@ -6,7 +6,7 @@ shards through `Pictures` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
@@ -19,7 +19,6 @@ from artifacts.image_shards import Sample, read_tar
 from artifacts.records import digest_json
 from artifacts.store import Artifact
 from configs.errors import Failed
-from configs.settings.caption import Caption
 from tasks.encode.crop_to_bucket import is_holdout
 
 
@@ -44,7 +43,6 @@ class PictureShard:
     tar: str  # URL of the tar
     sha256: str  # of the tar
     samples: int  # of the tar
-    first: int = 0  # number of the tar's first sample among those of all tars
     rows: str | None = None  # those of these pictures, as `hex_of_rows`; None: all
     captions: dict[str, Any] | None = None  # url, sha256 and prompts of their table; None: none
 
@@ -57,13 +55,14 @@ class PictureShard:
         """Other pictures of the same tar."""
         return replace(self, rows=None if mask.all() else hex_of_rows(mask))
 
-    def read(self, caption: Caption | None = None, holdout: float = 0.0) -> Iterator[Sample]:
-        """The pictures, with their final captions if `caption` has the settings of the table.
+    def read(self, rule: Mapping[str, Any] | None = None, holdout: float = 0.0) -> Iterator[Sample]:
+        """The pictures, with the source's captions or, by a rule, those that are trained on.
 
         A held-out picture keeps the source's captions, if it has some: captioners then compare by
         one measure.
 
         Args:
+            rule: fields of tasks.caption.tables.Rule.
             holdout: fraction of the pictures in the held-out split.
 
         Raises:
@@ -72,21 +71,51 @@ class PictureShard:
         mask = self.mask
         samples = enumerate(read_tar(self.tar, self.sha256))
         chosen = ((row, sample) for row, sample in samples if self.rows is None or mask[row])
-        if caption is None or self.captions is None:
+        if rule is None or self.captions is None:
             yield from (sample for _, sample in chosen)
             return
         # Workers in other environments may lack Arrow.
-        from tasks.caption.tables import captions_to_train, read_captions
+        from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions
 
         table = read_captions(self.captions["url"], self.captions["sha256"])
         for row, sample in chosen:
-            if is_holdout(sample.source_sha256, holdout) and any(sample.captions):
-                texts = (f"{caption.prefix}{text}".strip() for text in sample.captions)
-                final: tuple[str, ...] | None = tuple(texts)
-            else:
-                final = captions_to_train(table[row], sample.captions, caption)
+            given = table[row]
+            own_rule = Rule(**rule)
+            if is_holdout(given.id, holdout) and any(sample.captions):
+                given = CaptionedSample(given.id, {})
+                own_rule = replace(own_rule, on_bad="source")
+            final = captions_to_train(given, sample.captions, own_rule)
             if final is not None:
                 yield replace(sample, captions=final)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Entries of a selection, sorted by tar."""
+
+    rows: NDArray[np.int32]  # [N], in the tar
+    kept: NDArray[np.bool_]  # [N]
+    ids: Any  # [N] of binary(32), Arrow's
+    bounds: Mapping[str, tuple[int, int]]  # sha256 of a tar -> its first entry, and the end
+
+    @classmethod
+    def read(cls, artifact: Artifact) -> _Entries:
+        import pyarrow.parquet as pq
+
+        data = BytesIO(artifact.read("selection.parquet"))
+        names = ["tar", "row", "kept", "id"]
+        table = pq.read_table(data, columns=names, read_dictionary=["tar"], pre_buffer=False)
+        bounds = {}
+        start = 0
+        for tar in table["tar"].value_counts().to_pylist():  # in the order of the entries
+            bounds[tar["values"]] = (start, start + tar["counts"])
+            start += tar["counts"]
+        return cls(table["row"].to_numpy(), table["kept"].to_numpy(), table["id"], bounds)
+
+    def of(self, tar: str) -> _Entries:
+        start, stop = self.bounds[tar]
+        ids = self.ids.slice(start, stop - start)
+        return _Entries(self.rows[start:stop], self.kept[start:stop], ids, {})
 
 
 @dataclass(frozen=True)
@@ -113,7 +142,6 @@ class Pictures:
         """Those of each tar, in the order of their paths; tars without any are left out."""
         shards = []
         tables = self._tables
-        first = 0
         for entry in sorted(self.images.files, key=lambda entry: entry.path):
             if not entry.path.endswith(".tar"):
                 continue
@@ -122,10 +150,8 @@ class Pictures:
                 self.images.url(entry.path),
                 entry.sha256,
                 entry.meta["samples"],
-                first,
                 captions=tables.get(entry.sha256),
             )
-            first += shard.samples
             mask = self.kept(shard)
             if mask.any() or self.selected is None:
                 shards.append(shard.with_rows(mask))
@@ -142,8 +168,10 @@ class Pictures:
         """Whether each sample of a shard's tar is selected: bool [samples]."""
         if self.selected is None:
             return np.ones(shard.samples, bool)
-        rows: NDArray[np.bool_] = self._selection[0][shard.first : shard.first + shard.samples]
-        return rows
+        mask = np.zeros(shard.samples, bool)
+        some = self._selection.of(shard.sha256)
+        np.logical_or.at(mask, some.rows, some.kept)  # image shards may have equal bytes
+        return mask
 
     def kept_ids(self, shard: PictureShard) -> set[bytes] | None:
         """Sha256 of a shard's pictures that are selected; None: all."""
@@ -153,18 +181,15 @@ class Pictures:
         return {sha256 for sha256, is_kept in chosen if is_kept}
 
     def ids(self, shard: PictureShard) -> list[bytes]:
-        """Sha256 of each sample of a shard's tar, as a selection names them."""
-        return list(self._selection[1].slice(shard.first, shard.samples).to_pylist())
+        """Sha256 of each sample of a shard's tar, by the selection."""
+        some = self._selection.of(shard.sha256)
+        by_row = dict(zip(some.rows.tolist(), some.ids.to_pylist(), strict=True))
+        return [by_row[row] for row in range(shard.samples)]
 
     @cached_property
-    def _selection(self) -> tuple[NDArray[np.bool_], Any]:
-        """For each sample of all tars: whether it is kept, bool [N]; its sha256, as Arrow's."""
-        import pyarrow.parquet as pq
-
+    def _selection(self) -> _Entries:
         assert self.selected is not None
-        data = BytesIO(self.selected.read("selection.parquet"))
-        table = pq.read_table(data, columns=["kept", "id"], pre_buffer=False)
-        return table["kept"].to_numpy(), table["id"]
+        return _Entries.read(self.selected)
 
     @cached_property
     def _tables(self) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from artifacts.models import IGNORED, fetch_model, files_below, put_model
 from artifacts.store import Store
-from configs.settings.caption import Caption
 from runtimes.pipeline_folder.folder import TEXT_PARTS, Base
 from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
@@ -46,7 +45,7 @@ class EncodingPlan:
     settings: TransformSettings
     decoders: int = 1  # threads that decode pictures, per device
     copy: EncodersInStore | None = None  # for workers without the folders of `job`
-    caption: dict[str, Any] | None = None  # configs.settings.caption.Caption; None: no table
+    rule: dict[str, Any] | None = None  # of the captions, see PictureShard.read
 
     stage = STAGE
 
@@ -72,9 +71,8 @@ class EncodingPlan:
         job = self.job
         encoder = open_encoder(self.job)
         arguments = (encoder, self.settings, job.batch_size, self.decoders)
-        caption = None if self.caption is None else Caption.model_validate(self.caption)
-        shard_encoder = ShardEncoder(*arguments, embeds=job.embeds)
-        return partial(encode_tar, shard_encoder, caption, self.settings.holdout)
+        encodes = ShardEncoder(*arguments, embeds=job.embeds)
+        return partial(encode_tar, encodes, self.rule, self.settings.holdout)
 
 
 def encode_request(
@@ -92,7 +90,7 @@ def encode_request(
 
 def encode_tar(
     encoder: ShardEncoder,
-    caption: Caption | None,
+    rule: dict[str, Any] | None,
     holdout: float,
     request: dict[str, Any],
     folder: str,
@@ -100,7 +98,7 @@ def encode_tar(
     """Encode pictures of an image shard to a latent shard and their thumbnails, in `folder`.
 
     Args:
-        caption: the settings of the tables of captions; None: the source's captions are encoded.
+        rule: of the captions, see PictureShard.read.
         holdout: fraction of the pictures in the held-out split.
 
     Raises:
@@ -109,7 +107,7 @@ def encode_tar(
     """
     path = Path(folder, f"{request['key']}.safetensors")
     pictures = PictureShard(**request["pictures"])
-    facts = encoder.encode(pictures.read(caption, holdout), path)
+    facts = encoder.encode(pictures.read(rule, holdout), path)
     shards: Facts = {request["key"]: facts}
     thumbnails = path.with_suffix(SUFFIX)
     if request["thumbnails"] is None:

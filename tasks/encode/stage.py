@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
@@ -82,6 +82,13 @@ class EncodeStage(Stage):
     def pictures(self) -> Pictures:
         """What is encoded."""
         return Pictures(self.images, self.selected, self.captions)
+
+    @cached_property
+    def rule(self) -> dict[str, Any] | None:
+        """Which captions of the tables are encoded; None without tables."""
+        from tasks.caption.tables import Rule
+
+        return None if self.captions is None else asdict(Rule.read(self.captions))
 
     def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
         """Encode the image shards that have no latent shard, and add all latent shards.
@@ -182,9 +189,7 @@ class EncodeStage(Stage):
         options = beam_options(self.recipe, "encode")
         is_remote = workers_of(options) is Workers.REMOTE
         copy = put_encoders(store, self.base) if is_remote else None
-        caption = self.recipe.caption
-        captions = None if caption is None else caption.model_dump(mode="json")
-        plan = EncodingPlan(job, settings, copy=copy, caption=captions)
+        plan = EncodingPlan(job, settings, copy=copy, rule=self.rule)
         dofn = CommitShards(store.url, reports, plan, chosen.processes)
         tasks = []
         for part in parts:
@@ -199,13 +204,15 @@ class EncodeStage(Stage):
         """The latent shards of all pictures."""
         settings = crop_to_bucket.TransformSettings.of(self.recipe)
         encoders = self.base.digest_encoders()
-        caption = self.recipe.caption
+        caption = {}
+        if self.captions is not None:
+            checks = self.captions.manifest["settings"]["checks"]
+            caption = {"rule": self.rule, "checks": checks}
 
         def new(pictures: PictureShard) -> ShardPart:
             captioner = captions = None
-            if pictures.captions is not None and caption is not None:
-                facts = {"prompts": pictures.captions["prompts"], "of": caption.key_settings()}
-                captioner = digest_json(facts)
+            if pictures.captions is not None:
+                captioner = digest_json({"prompts": pictures.captions["prompts"], **caption})
                 captions = {"captioner": captioner, "table": pictures.captions["sha256"]}
             about = (pictures.sha256, encoders, self.recipe.encode, settings)
             key = crop_to_bucket.shard_key(*about, pictures.rows, captions)

@@ -24,7 +24,7 @@ from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks.build_or_reuse import build_or_reuse
 from tasks.encode.crop_to_bucket import is_holdout
 from tasks.encode.stage import EncodeStage
-from tasks.pictures import Pictures, hex_of_rows
+from tasks.pictures import Pictures, PictureShard, hex_of_rows
 from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -58,10 +58,12 @@ class World:
     def selection(self, kept: Iterable[int]) -> Artifact:
         """A selection of entries, by their numbers in the order of tars."""
         mask = np.isin(np.arange(len(ENTRIES)), [*kept])
-        pictures = Pictures(self.images)
-        rows = [row for shard in pictures.shards for row in range(shard.samples)]
-        ids = [s.source_sha256 for shard in pictures.shards for s in shard.read()]
-        table = {"row": rows, "id": pa.array(ids, pa.binary(32)), "kept": mask}
+        table = {
+            "tar": [shard.sha256 for shard in self.shards for _ in range(shard.samples)],
+            "row": pa.array([row for s in self.shards for row in range(s.samples)], pa.int32()),
+            "id": pa.array(self.order, pa.binary(32)),
+            "kept": mask,
+        }
         pq.write_table(pa.table(table), self.scratch)
         draft = self.store.draft(KeyParts("select", 1, {}, {"kept": hex_of_rows(mask)}))
         draft.upload(str(self.scratch), "selection.parquet")
@@ -82,9 +84,14 @@ class World:
         return {key: (folder / f"{key}.json").stat().st_mtime_ns for key in safetensors}
 
     @property
+    def shards(self) -> list[PictureShard]:
+        """The image shards in the order of a selection."""
+        return sorted(Pictures(self.images).shards, key=lambda shard: shard.sha256)
+
+    @property
     def order(self) -> list[bytes]:
-        """The entries' pictures in the order of tars, which differs from that of SHARDS."""
-        return [s.source_sha256 for shard in Pictures(self.images).shards for s in shard.read()]
+        """Sha256 of the picture of each entry, in the order of a selection."""
+        return [sample.source_sha256 for shard in self.shards for sample in shard.read()]
 
 
 def measured(latents: Artifact) -> tuple[list[bytes], list[bytes]]:
@@ -149,7 +156,7 @@ def test_all_pictures_that_were_encoded_without_a_selection_serve_one(world: Wor
 
 def test_of_a_picture_in_two_rows_the_chosen_one_is_trained_on(world: World) -> None:
     """Its captions differ."""
-    entries = [sample for shard in Pictures(world.images).shards for sample in shard.read()]
+    entries = [sample for shard in world.shards for sample in shard.read()]
     rows = [n for n, sample in enumerate(entries) if sample.source_sha256.hex() == TWICE]
     world.encode(None)
     encoder = Encoder(world.base, device="cpu")
