@@ -33,6 +33,8 @@ from flows import flow_process, task_limits
 from flows.run import Run, check_gate_rules, prepare
 from flows.send_stage import run_task
 from tasks.build_or_reuse import REPORT, StageResult, failing
+from tasks.caption.stage import CaptionStage
+from tasks.describe.stage import DescribeStage
 from tasks.download import DownloadStage
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate.stage import EvaluateStage, compared_metrics
@@ -41,6 +43,7 @@ from tasks.publish import stage as publication
 from tasks.publish.register import register, show_candidate, show_version
 from tasks.publish.registry import Registry
 from tasks.retrain.champion import check_rivals_held_out, check_start_is_champion
+from tasks.select.stage import SelectStage
 from tasks.train import TrainStage, check_epochs
 
 log = logging.getLogger("kiln")
@@ -54,7 +57,10 @@ NOT_PUBLISHED = ("rejected", "undecided")  # outcomes of the gate
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
     stage.name: stage.show
-    for stage in (DownloadStage, EncodeStage, TrainStage, EvaluateStage, publication.PublishStage)
+    for stage in (
+        *(DownloadStage, DescribeStage, SelectStage, CaptionStage, EncodeStage, TrainStage),
+        *(EvaluateStage, publication.PublishStage),
+    )
 }
 
 #: Reports of the flows that this process has ended: Prefect's server may be away then.
@@ -74,8 +80,6 @@ def download(run: Run) -> StageResult:
 @redacted_errors()
 def describe(run: Run, images: StageResult) -> StageResult:
     """Compute values of each picture, by the recipe's describers."""
-    from tasks.describe.stage import DescribeStage  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
     stage = DescribeStage(run.recipe, images.load(run.store))
     return run.ended(run.build(stage, [images]), stage.show)
 
@@ -84,8 +88,6 @@ def describe(run: Run, images: StageResult) -> StageResult:
 @redacted_errors()
 def select(run: Run, images: StageResult, described: StageResult | None) -> StageResult:
     """Choose the pictures to train on, by their descriptions and columns of the source."""
-    from tasks.select.stage import SelectStage  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
     before = (images, described)
     stage = SelectStage(run.recipe, *run.load(*before))
     return run.ended(run.build(stage, before), stage.show)
@@ -97,8 +99,6 @@ def caption(
     run: Run, images: StageResult, selected: StageResult | None, described: StageResult | None
 ) -> StageResult:
     """Caption the chosen pictures by a model."""
-    from tasks.caption.stage import CaptionStage  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
     before = (images, selected, described)
     stage = CaptionStage(run.recipe, *run.load(*before))
     return run.ended(run.build(stage, before), stage.show)
