@@ -1,4 +1,4 @@
-"""How often every rule with a level of every shipped recipe passes good, borderline and bad models.
+"""How often every rule of every shipped recipe passes good, borderline and bad models.
 
     python -m bench.gate_power
 
@@ -30,7 +30,7 @@ from tasks.evaluate.metrics import (
     prompt_rounds,
     sets_of_metric,
 )
-from tasks.publish.gate_power import GAINS, HARMLESS, PRIORS, Spread
+from tasks.publish.gate_power import GAINS, HARMLESS, PRIORS, SHARES, Spread
 from tasks.publish.promotion_gate import Rule, judge, outcome, parse_rule
 
 DRAWS = 1000
@@ -82,7 +82,9 @@ def decisions(
     for draw in range(draws):
         rng = np.random.default_rng((draw, round(100 * lost)))
         if rule.metric == CMMD:
-            models, reference = _features(rng, lost, numbers)
+            models, reference = _features(rng, rule, lost, numbers)
+        elif rule.metric.partition("/")[0] in SHARES:
+            models, reference = _shares(rng, rule, lost, len(numbers)), None
         else:
             prior = PRIORS[rule.metric.partition("/")[0]]
             models, reference = _scores(rng, rule, lost, scores or prior, numbers), None
@@ -105,9 +107,9 @@ def share(made: Sequence[Decision]) -> float:
     return float(np.mean([decision.outcome == "passed" for decision in made]))
 
 
-def leveled_rules(recipe: Recipe) -> list[Rule]:
-    """The gate's rules with a level."""
-    return [rule for rule in map(parse_rule, recipe.publish.gate) if rule.level is not None]
+def rules_of(recipe: Recipe) -> list[Rule]:
+    """The rules of a recipe's gate."""
+    return [*map(parse_rule, recipe.publish.gate)]
 
 
 def _prompts(recipe: Recipe, rule: Rule, rounds: int) -> Prompts | None:
@@ -137,12 +139,23 @@ def _scores(
     return tuned, other
 
 
+def _shares(
+    rng: np.random.Generator, rule: Rule, lost: float, count: int
+) -> tuple[Float64, Float64]:
+    """Whether each picture is accepted, or a copy: 0 or 1, of the tuned and of the other model."""
+    assert rule.number is not None
+    best = 1.0 if rule.op.startswith(">") else 0.0
+    chance = best + lost * (rule.number - best)
+    pictures = (rng.random(count) < chance).astype(np.float64)
+    return pictures, pictures
+
+
 def _features(
-    rng: np.random.Generator, lost: float, numbers: NDArray[np.int64]
+    rng: np.random.Generator, rule: Rule, lost: float, numbers: NDArray[np.int64]
 ) -> tuple[tuple[Float64, Float64], Float64]:
     """Features of the tuned and the other model's pictures, and of held-out ones.
 
-    A harmless model halves the distance of styles.
+    A harmless model halves the base's distance of styles, and the champion has done so.
     """
 
     def vectors(length: float, count: int) -> Float64:
@@ -151,9 +164,12 @@ def _features(
     common, style = np.eye(FEATURES)[:2]
     held_out = common + vectors(PROMPT, HELD_OUT) + vectors(PICTURE, HELD_OUT)
     seen = common + vectors(PROMPT, numbers.max() + 1)[numbers] + vectors(PICTURE, len(numbers))
+    other = STYLE if rule.model == "base" else STYLE / 2
     way = STYLE if lost >= BORDERLINE else STYLE / 2
+    if rule.factor > 1.0:  # a distance of pictures is the square of that of features
+        way = other * (1.0 + lost * (rule.factor - 1.0)) ** 0.5
     tuned = seen + way * style + vectors(MODEL, len(numbers))
-    return (tuned, seen + STYLE * style + vectors(MODEL, len(numbers))), held_out
+    return (tuned, seen + other * style + vectors(MODEL, len(numbers))), held_out
 
 
 def figures(recipe: Recipe, rule: Rule, draws: int) -> dict[str, float]:
@@ -174,14 +190,14 @@ def figures(recipe: Recipe, rule: Rule, draws: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate the gate of every shipped recipe that has a rule with a level."""
+    """Simulate the gate of every shipped recipe."""
     parser = option_parser("gate_power", __doc__)
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--recipes", nargs="+", default=recipe_names())
     options = parser.parse_args(arguments)
     alike: dict[tuple[object, ...], list[tuple[Recipe, Rule]]] = {}
     for recipe in map(load_recipe, options.recipes):
-        for rule in leveled_rules(recipe):
+        for rule in rules_of(recipe):
             rounds = most_rounds(recipe.evaluate)
             simulated = (rule.text, rounds, _prompts(recipe, rule, rounds))
             alike.setdefault(simulated, []).append((recipe, rule))

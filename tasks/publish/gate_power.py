@@ -30,6 +30,8 @@ from tasks.evaluate.distances import (
     squared_error,
 )
 from tasks.evaluate.draw import STAGE
+from tasks.evaluate.judges import JUDGES
+from tasks.evaluate.memorization import FEATURES, PIXELS
 from tasks.evaluate.metrics import (
     CLIP_SCORE,
     CMMD,
@@ -72,8 +74,14 @@ class Spread:
 
 #: CLIP scores of Stable Diffusion 1.5 by CLIP ViT-L/14, five COCO captions of 25 pictures each:
 #: logs of github.com/wellzline/ProTIP (f2fc477c). Their `models`, a correlation of a half, and
-#: `lost` are assumptions, and so is the held-out loss, whose units are pictures.
-PRIORS = {CLIP_SCORE: Spread(27.4, 2.2, 2.0, 2.0, 1.0), HOLDOUT_LOSS: Spread(1.0, 0.4, 0.0, 0.02)}
+#: `lost` are assumptions, and so are held-out losses, whose units are pictures, and distances.
+PRIORS = {
+    CLIP_SCORE: Spread(27.4, 2.2, 2.0, 2.0, 1.0),
+    HOLDOUT_LOSS: Spread(1.0, 0.4, 0.0, 0.02),
+    **dict.fromkeys((CMMD, "fd", "kid", *INCEPTION_DISTANCES), Spread(1.0, 0.0, 0.0, 0.0, 0.25)),
+}
+#: Shares of pictures: of copies of training pictures, and of what the digits' judges accept.
+SHARES = (FEATURES, PIXELS, *JUDGES["digits"].judges)
 
 
 class Look(NamedTuple):
@@ -143,7 +151,7 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
     factor = 0.0 if rule.number is not None else rule.factor
     offset = rule.offset if rule.number is None else rule.number
     sign = 1.0 if rule.op.startswith(">") else -1.0
-    prior = PRIORS.get(name)
+    prior = _prior_of_share(rule) if name in SHARES else PRIORS.get(name)
     value, between, within = math.nan, 1.0, 0.0
     if prior is not None:
         value, (between, within) = prior.level, prior.variances(factor)
@@ -161,6 +169,15 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
     if allowed > 0:
         words, gap = "lost a tenth of what the rule allows", (1.0 - HARMLESS) * allowed
     return Difference(words, gap, between, within) if gap > 0 and between + within > 0 else None
+
+
+def _prior_of_share(rule: Rule) -> Spread | None:
+    """The best share, and the deviation of a harmless model's pictures: Bernoulli trials."""
+    if rule.number is None:
+        return None
+    best = 1.0 if rule.op.startswith(">") else 0.0
+    wrong = HARMLESS * abs(best - rule.number)
+    return Spread(best, 0.0, 0.0, (wrong * (1.0 - wrong)) ** 0.5)
 
 
 def newest_estimates(recipe: Recipe, store: Store) -> Mapping[str, Estimates]:
@@ -205,7 +222,8 @@ def _of_drawn(rule: Rule, difference: Difference, settings: Evaluate) -> str | N
 
     rounds = most_rounds(settings)
     looks = looks_of(rule, settings, rounds)
-    if chance(looks) >= ENOUGH or 1 < looks[-1].prompts < LEAST_PROMPTS:  # these are refused
+    is_refused = looks[-1].prompts != 1 and looks[-1].prompts < LEAST_PROMPTS
+    if is_refused or chance(looks) >= ENOUGH:
         return None
     named = " and ".join(f"evaluate.prompts.{n}" for n in sets_of_metric(rule.metric, settings))
     first = looks[0].prompts

@@ -215,13 +215,14 @@ def _judge_one(
         is_open = why == ONE_SAMPLE and math.isfinite(tuned.value) and math.isfinite(bound)
         return Verdict(rule.text, False, tuned.value, bound, why, undecided=is_open)
     ends = {bool(compare(end, 0.0)) for end in interval}
+    note = "" if judged == rule else f"look {look}, at {judged.level:.1%}"
     more = None
     if len(ends) > 1 and not is_of_drawn(rule):
         more = _more_held_out(tuned, bound, interval)
     elif len(ends) > 1 and pictures is not None:
         more = _more_rounds(rule, look, tuned, bound, interval) * pictures or None
     return Verdict(
-        rule.text, ends == {True}, tuned.value, bound, why, interval, len(ends) > 1, more
+        rule.text, ends == {True}, tuned.value, bound, note, interval, len(ends) > 1, more
     )
 
 

@@ -208,6 +208,7 @@ def test_all_looks_together_spend_the_error_of_the_rule() -> None:
     ]
     assert [w[1] / widths[0][1] for w in widths.values()] == pytest.approx(ratios)
     assert len({w[0] for w in widths.values()}) == 1
+    assert [v.note for v in verdicts] == ["", "look 3, at 99.2%"], "in card and report"
 
 
 def test_a_metric_of_one_sample_passes_no_rule_with_a_level() -> None:

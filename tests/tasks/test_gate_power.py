@@ -11,7 +11,7 @@ import pytest
 from artifacts.latent_shards import Latents, ShardRef
 from artifacts.store import KeyParts, Store
 from bench import gate_power as simulated
-from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, leveled_rules, share
+from bench.gate_power import BAD, BORDERLINE, SPREADS, decisions, rules_of, share
 from configs.errors import Refused
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
@@ -32,16 +32,21 @@ from tasks.publish.gate_power import (
 from tasks.publish.promotion_gate import parse_rule
 
 DRAWS = 100
+#: Too few pictures are drawn to tell a model that copies 2% of them (docs/benchmarks.md).
+NO_COPIES = "memorized_pixels <= 0.01"
 OLD = "clip_score/old >= base * 0.9 at 95%"
 
 
-def with_old(prompts: int, pictures: int, more: int | None = None, rule: str = OLD) -> Recipe:
-    """`sdxl` with one rule on so many old prompts, and no other prompts."""
-    old = {
+def with_old(
+    prompts: int, pictures: int, more: int | None = None, rule: str = OLD, name: str = "old"
+) -> Recipe:
+    """`sdxl` with one rule on so many prompts of one set."""
+    chosen = {
         "prompts": [f"prompt {number}" for number in range(prompts)],
         "images_per_prompt": pictures,
     }
-    settings = {"evaluate.prompts": {"new": None, "old": old}, "publish.gate": [rule]}
+    sets = {"new": None, "old": None} | {name: chosen}
+    settings = {"evaluate.prompts": sets, "publish.gate": [rule]}
     return load_recipe("sdxl", settings | {"evaluate.max_pictures": more})
 
 
@@ -50,7 +55,9 @@ def rules_of_recipes() -> Iterator[tuple[str, str]]:
     tried = set()
     for name in recipe_names():
         recipe = load_recipe(name)
-        for rule in leveled_rules(recipe):
+        for rule in rules_of(recipe):
+            if rule.text == NO_COPIES:
+                continue
             rounds = most_rounds(recipe.evaluate)
             shape = rule.text, rounds, simulated._prompts(recipe, rule, rounds)
             if shape not in tried:
@@ -62,9 +69,11 @@ def rules_of_recipes() -> Iterator[tuple[str, str]]:
 def test_a_shipped_rule_passes_harmless_models_and_no_bad_ones(name: str, text: str) -> None:
     """By the share of 1,000 models that docs/benchmarks.md has; here fewer, with their chance."""
     recipe, rule = load_recipe(name), parse_rule(text)
-    assert share([*decisions(recipe, rule, HARMLESS, DRAWS)]) >= 0.95
-    assert share([*decisions(recipe, rule, BORDERLINE, DRAWS)]) <= 0.08
-    assert share([*decisions(recipe, rule, BAD, DRAWS)]) <= 0.08
+    chance = 0.03
+    assert share([*decisions(recipe, rule, HARMLESS, DRAWS)]) >= 0.95 - chance
+    assert share([*decisions(recipe, rule, BAD, DRAWS)]) <= 0.05 + chance
+    if rule.level is not None:
+        assert share([*decisions(recipe, rule, BORDERLINE, DRAWS)]) <= 0.1 + chance
 
 
 @pytest.mark.parametrize("words", SPREADS)
@@ -142,11 +151,24 @@ def test_few_held_out_pictures_are_told_by_their_number(
 
 def test_a_rule_that_no_prior_tells_of_is_passed_over() -> None:
     for rule in (
-        "cmmd < base at 95%",
+        "precision > base at 95%",
         "clip_score/old > base at 95%",
         "clip_score/old > 99 at 95%",
     ):
         assert [*undecidable(with_old(5, 1, rule=rule), {})] == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rule", "told"),
+    [
+        (5, "cmmd < base at 95%", "a model that gained 50% would pass in about"),
+        (24, "memorized <= 0.05 at 95%", "a model that lost a tenth of what the rule allows"),
+        (24, "memorized <= 0.3 at 95%", ""),
+    ],
+)
+def test_distances_and_shares_of_pictures_have_priors(prompts: int, rule: str, told: str) -> None:
+    lines = [*undecidable(with_old(prompts, 1, rule=rule, name="new"), {})]
+    assert told in "".join(lines) and bool(told) == bool(lines)
 
 
 def evaluated(store: Store, recipe: Recipe, lost: float, day: int, gained: float = 0.0) -> None:
@@ -229,7 +251,7 @@ def test_the_bench_has_a_row_for_recipes_with_equal_rules(
     names = ["flux-lora", "flux-schnell", "digits-base"]
     assert simulated.main(["--recipes", *names, "--draws", "2"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
-    assert len(figures) == 4
+    assert len(figures) == 12
     row = figures[f"{OLD}: flux-lora, flux-schnell"]
     assert row["harmless, least"] == 1.0 and row["bad, most"] == 0.0
 
@@ -237,8 +259,11 @@ def test_the_bench_has_a_row_for_recipes_with_equal_rules(
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_page_of_benchmarks_has_each_rule_of_each_recipe(name: str) -> None:
     lines = (CHECKOUT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
-    for rule in leveled_rules(load_recipe(name)):
+    for rule in rules_of(load_recipe(name)):
+        if rule.text == NO_COPIES:
+            continue
         of_rule = [line for line in lines if line.startswith(f"| `{rule.text}` |")]
         (row,) = [line for line in of_rule if f"`{name}`" in line]
         harmless, borderline, bad, rounds = map(float, row.split("|")[3:7])
-        assert harmless >= 0.95 and borderline <= 0.05 and bad <= 0.05 and rounds <= 1.5
+        assert harmless >= 0.95 and bad <= 0.05 and rounds <= 1.5
+        assert borderline <= (1.0 if rule.level is None else 0.1)
