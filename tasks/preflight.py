@@ -59,6 +59,7 @@ from tasks.publish.gate_power import newest_estimates, undecidable
 from tasks.publish.hub import signer
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_prompts, check_rules, parse_rule
+from tasks.select.stage import check_names
 from tasks.train import notes_of_warmup
 
 #: Stages that compute on a device.
@@ -310,6 +311,8 @@ class Models:
         yield Check("measuring models", self._measures)
         if "describe" in self.stages:
             yield from describers.checks(self.recipe, fetch=self.fetch)
+        if "select" in self.stages and describers.are_local(self.recipe, fetch=self.fetch):
+            yield Check("select", partial(check_names, self.recipe))
 
     @cached_property
     def base(self) -> Base:

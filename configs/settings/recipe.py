@@ -344,6 +344,7 @@ class Recipe(Section):
 
     def faults(self) -> Iterator[str]:
         yield from self._faults_of_extra_inputs()
+        yield from self._faults_of_selection()
         runtime = f"runtime: {self.runtime}"
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
             yield f"train.mindspore requires runtime mindspore, not {self.runtime}"
@@ -360,6 +361,17 @@ class Recipe(Section):
             self.evaluate.refuse_changed(("offload",), f"device: {self.evaluate.device}")
         if self.tpu is not None and self.runtime != "xla":
             yield f"tpu requires runtime xla, not {self.runtime}"
+
+    def _faults_of_selection(self) -> Iterator[str]:
+        """Describers of duplicates and clusters that there are not."""
+        kinds = {n: d.kind for n, d in self.describe.describers.items()} if self.describe else {}
+        for named, (name, kind) in (self.select.describers if self.select else {}).items():
+            if kinds.get(name) != kind:
+                known = ", ".join(n for n, of in kinds.items() if of == kind) or "none"
+                yield (
+                    f"{named}: {name} is no describer of kind {kind} (those in "
+                    f"describe.describers: {known})"
+                )
 
     def _faults_of_extra_inputs(self) -> Iterator[str]:
         """Masks or scores that are used and not produced, or produced and not used."""

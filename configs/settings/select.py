@@ -54,8 +54,8 @@ class Select(Section):
     """
 
     where: str | None = None
-    """SQL condition that a kept picture meets, such as `aesthetic > 5.5 and width >= 512`; null:
-    every picture does."""
+    """SQL condition that a kept picture meets, such as `aesthetic > 5.5 and original_width >= 512`;
+    null: every picture does."""
     duplicates: Duplicates = Duplicates()
     clusters: Clusters | None = None
     """Clusters of embeddings, for `cap` and `balance`; null: none."""
@@ -79,11 +79,11 @@ class Select(Section):
             yield "duplicates.keep: best requires prefer, such as a score"
 
     @property
-    def describers(self) -> dict[str, str]:
-        """Dotted setting -> the describer that it names."""
+    def describers(self) -> dict[str, tuple[str, str]]:
+        """Dotted setting -> name and kind of the describer that it needs."""
         named = {
-            "select.duplicates.perceptual": self.duplicates.perceptual,
-            "select.duplicates.semantic": self.duplicates.semantic,
-            "select.clusters.describer": self.clusters and self.clusters.describer,
+            "select.duplicates.perceptual": (self.duplicates.perceptual, "hash"),
+            "select.duplicates.semantic": (self.duplicates.semantic, "clip"),
+            "select.clusters.describer": (self.clusters and self.clusters.describer, "clip"),
         }
-        return {setting: name for setting, name in named.items() if name}
+        return {setting: (name, kind) for setting, (name, kind) in named.items() if name}

@@ -198,8 +198,14 @@ def checks(recipe: Recipe, *, fetch: bool) -> Iterator[Check]:
     for setting, place in places.items():
         find = partial(_available, chosen, setting, fetch=fetch)
         yield Check(setting, find, remote="://" in place)
-    if fetch or all(os.path.exists(place) for place in places.values()):
+    if are_local(recipe, fetch=fetch):
         yield Check("describers", partial(check_describers, recipe))
+
+
+def are_local(recipe: Recipe, *, fetch: bool) -> bool:
+    """Whether the describers' models are here, or may be fetched."""
+    places = recipe.describe.models.values() if recipe.describe is not None else ()
+    return fetch or all(os.path.exists(place) for place in places)
 
 
 def _available(chosen: Describe, setting: str, *, fetch: bool) -> Iterator[Finding]:

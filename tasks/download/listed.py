@@ -31,6 +31,8 @@ SCHEMA = pa.schema(
 )
 #: The host of a URL, without user and port; empty for an embedded picture.
 HOST = r"lower(regexp_extract(url, '^[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]+)', 1))"
+#: Columns of every list.
+OWN_COLUMNS = ("tar", "row", "id", "url", "host", *SIZES, "caption", "caption_length")
 #: Kinds of JSON values -> the type of a column that has no others.
 TYPES = (
     ({"BIGINT", "UBIGINT"}, "BIGINT"),
@@ -54,8 +56,8 @@ def listed(images: Artifact, db: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyRe
     db.register("kiln_reader", rows)
     db.execute("create or replace temp table kiln_listed as from kiln_reader")
     db.unregister("kiln_reader")
-    own = ["tar", "row", "id", "url", f"{HOST} as host", *SIZES, "caption"]
-    own.append("length(caption) as caption_length")
+    computed = {"host": f"{HOST} as host", "caption_length": "length(caption) as caption_length"}
+    own = [computed.get(name, name) for name in OWN_COLUMNS]
     further = (_typed(db, name) for name in _names(db))
     return db.sql(f"select {', '.join([*own, *further])} from kiln_listed")
 

@@ -5,7 +5,7 @@ An entry is dropped for the first reason that applies, in the order of `choose`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -52,8 +52,17 @@ def named_columns(select: Select) -> dict[str, str]:
     return named | ({select.balance.by: "select.balance.by"} if select.balance else {})
 
 
+def require_named(select: Select, columns: Sequence[str]) -> list[str]:
+    """The columns that a section reads, as a table spells them. Raises Refused if one is absent."""
+    spelt = {name.lower(): name for name in columns}  # DuckDB ignores case
+    named = {spelt.get(n.lower(), n): setting for n, setting in named_columns(select).items()}
+    for name, setting in named.items():
+        require_columns({setting: name}, columns, "the table of pictures")
+    return [name for name in named if name not in OWN]
+
+
 def check_columns(select: Select, types: Mapping[str, str]) -> list[str]:
-    """The columns that a section reads, as a table spells them.
+    """As `require_named`; also whether the expressions fit the columns.
 
     Args:
         types: name -> type (DuckDB's) of the table's columns.
@@ -61,15 +70,12 @@ def check_columns(select: Select, types: Mapping[str, str]) -> list[str]:
     Raises:
         Refused: a column is absent, or an expression does not fit its columns.
     """
-    spelt = {name.lower(): name for name in types}  # DuckDB ignores case
-    named = {spelt.get(n.lower(), n): setting for n, setting in named_columns(select).items()}
-    for name, setting in named.items():
-        require_columns({setting: name}, [*types], "the table of pictures")
+    shown = require_named(select, [*types])
     if select.where is not None:
         check_expression(select.where, types, "select.where")
     if select.prefer is not None:
         check_expression(select.prefer, types, "select.prefer", is_condition=False)
-    return [name for name in named if name not in OWN]
+    return shown
 
 
 def read_entries(db: duckdb.DuckDBPyConnection, select: Select, shown: Iterable[str]) -> pa.Table:

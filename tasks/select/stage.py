@@ -21,12 +21,20 @@ from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from configs.settings.select import Select
 from tasks.build_or_reuse import Stage
+from tasks.describe.describers import columns_of, specs_of
 from tasks.describe.tables import describers_of, read_described
-from tasks.download.listed import listed
+from tasks.download.listed import OWN_COLUMNS, listed
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
 from tasks.select.groups import group_pictures
-from tasks.select.selection import FILE, check_columns, choose, named_columns, read_entries
+from tasks.select.selection import (
+    FILE,
+    check_columns,
+    choose,
+    named_columns,
+    read_entries,
+    require_named,
+)
 
 log = logging.getLogger("kiln")
 STAGE = "select"
@@ -173,6 +181,19 @@ class SelectStage(Stage):
             Table("Dropped", reasons, bars="pictures"),
             Table("Examples", summary["examples"]),
         ]
+
+
+def check_names(recipe: Recipe) -> None:
+    """Check the columns that a recipe's conditions name, before any work; models are local.
+
+    Raises:
+        Refused: with the nearest name of a column that there will be, or for no single expression.
+    """
+    assert recipe.select is not None
+    columns = [*OWN_COLUMNS, *getattr(recipe.source, "additional_columns", ()), "cluster"]
+    specs = specs_of(recipe) if recipe.describe is not None else {}
+    columns += [column for name, spec in specs.items() for column in columns_of(name, spec)]
+    require_named(recipe.select, columns)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tasks.encode.crop_to_bucket import is_holdout
 from tasks.panels import Facts, Table
 from tasks.select import stage as select_stage
 from tasks.select.selection import LEAKED, read_selection
-from tasks.select.stage import SelectStage
+from tasks.select.stage import SelectStage, check_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -175,6 +175,14 @@ def test_a_wrong_column_is_refused_before_pictures_are_compared(
     monkeypatch.setattr(select_stage, "group_pictures", None)
     with pytest.raises(Refused, match=r"no column 'nsfw_nud' .did you mean 'nsfw_nude'"):
         planted.select(where="nsfw_nud < 0.5", duplicates={"perceptual": "hash", "distance": 3})
+
+
+def test_names_of_columns_are_checked_before_any_work(planted: Planted) -> None:
+    check_names(planted.recipe(where="NSFW_nude < 1 and host = ''", cap={"hash_phash": 1}))
+    with pytest.raises(Refused, match=r"select.prefer: .*did you mean 'quality_sharpness'"):
+        check_names(planted.recipe(prefer="quality_sharp"))
+    with pytest.raises(ValueError, match="perceptual: quality is no describer of kind hash"):
+        planted.recipe(duplicates={"perceptual": "quality"})
 
 
 def test_a_selection_of_nothing_fails_with_the_reasons(planted: Planted) -> None:
