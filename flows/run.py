@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from artifacts.gc import record_run
 from artifacts.latent_shards import Latents
+from artifacts.models import digest_model, resolve_model
 from artifacts.store import Artifact, KeyParts, Store
 from configs.checks import Check, enter
 from configs.errors import Failed, Refused
@@ -28,6 +29,7 @@ from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
 from tasks.build_or_reuse import Before, Builder, Stage, StageResult, storing
+from tasks.describe.describers import specs_of
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.metrics import metric_names, most_rounds
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
@@ -274,12 +276,20 @@ class Run(Builder):
         )
 
     def model_digests(self) -> dict[str, str]:
-        """Model -> sha256 of the base, the VAE and the models that measure pictures.
+        """Model -> sha256 of the base, the VAE and the models that describe, caption and measure.
 
         With the facts of the base's family.
         """
-        of_base = model_digests(self.base) | self.base.family.key_facts
-        return of_base | self.measuring.digests()
+        digests = model_digests(self.base) | self.base.family.key_facts
+        digests |= self.measuring.digests()
+        if self.recipe.describe is not None:
+            specs = specs_of(self.recipe).items()
+            digests |= {f"describer {name}": spec.digest for name, spec in specs}
+        caption = self.recipe.caption
+        if caption is not None and caption.endpoint is None:
+            folder = resolve_model(caption.model, revision=caption.revision)
+            digests["captioner"] = digest_model(folder)
+        return digests
 
     def passed_look(self, looks: Sequence[Stage]) -> int:
         """The index of the evaluation by which the model was published; 0 if it was not.

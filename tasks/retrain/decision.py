@@ -29,6 +29,8 @@ from runtimes.objective.noise_schedule import FLOW, is_flow
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.build_or_reuse import GATE, GRID, METRICS, Stage
+from tasks.caption import shard as caption
+from tasks.describe import tables as describe
 from tasks.encode import crop_to_bucket as encode
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.stage import show_closest_pairs
@@ -39,6 +41,7 @@ from tasks.publish import stage as publish
 from tasks.publish.champion_alias import in_words
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import SELECTION, Changes
+from tasks.select import stage as select
 from tasks.trained_weights import local_weights
 
 STAGE = "retrain"
@@ -69,6 +72,11 @@ class DecisionStage(Stage):
         settings["retrain"] = self.recipe.retrain.key_settings()
         # A release that trains, measures or judges otherwise may decide otherwise.
         versions = {name: module.VERSION for name, module in stages.items()}
+        for name, module in {"describe": describe, "select": select, "caption": caption}.items():
+            section = getattr(self.recipe, name)
+            if section is not None:
+                settings[name] = section.key_settings()
+                versions[name] = module.VERSION
         settings["versions"] = versions | {"retrain": SELECTION}
         return settings
 
