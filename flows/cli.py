@@ -495,6 +495,24 @@ def _once(option: str, values: list[str] | None) -> str | None:
 
 
 @app.command()
+def data(
+    recipe: RecipeArgument,
+    override: Overrides = None,
+    html: Annotated[Path, typer.Option("--html", help="File of the page.")] = Path("data.html"),
+    skip_page: Annotated[bool, typer.Option("--skip-page", help="Print the counts alone.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Count pictures by stage and reason, and write a page with examples; nothing is built.
+
+    They are those of the recipe's newest runs.
+    """
+    loaded = _loaded(recipe, override)
+    from flows.data_commands import show_data
+
+    show_data(loaded, recipe, None if skip_page else html, as_json=as_json)
+
+
+@app.command()
 def place(
     recipe: RecipeArgument,
     override: Overrides = None,

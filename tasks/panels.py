@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 #: Maximum bytes of a picture in markdown. Prefect stores it three times: in the artifact, in the
 #: newest artifact of its key, and in an event.
@@ -148,6 +148,30 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Gallery:
+    """Pictures with a text each. Markdown shows the grid of all, without texts."""
+
+    kind: ClassVar = "pictures"
+    title: str
+    pictures: Sequence[tuple[bytes, str]]  # (file, text)
+    side: int = 128  # pixels of a square that holds a picture
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """(data URI, text) in order."""
+        return [(data_uri(data, SMALL, "webp"), text) for data, text in self.pictures]
+
+    def small_uri(self) -> str:
+        squares = (self._square(data) for data, _ in self.pictures)
+        grid = picture_grid(squares, len(self.pictures), 8, gap=2)
+        return data_uri(to_png(grid), SMALL)
+
+    def _square(self, data: bytes) -> Image.Image:
+        with Image.open(BytesIO(data)) as picture:
+            return ImageOps.pad(picture.convert("RGB"), (self.side, self.side), color="white")
+
+
+@dataclass(frozen=True)
 class Links:
     """Names and paths of pages of the Prefect UI. Markdown alone shows them."""
 
@@ -156,7 +180,7 @@ class Links:
     paths: Mapping[str, str]
 
 
-Panel = Table | PicturePanel | Facts | Chart | Strip | Comparison | Links
+Panel = Table | PicturePanel | Facts | Chart | Strip | Comparison | Gallery | Links
 
 
 def to_markdown(heading: str, panels: Sequence[Panel]) -> str:

@@ -1,4 +1,4 @@
-"""Charts as SVG: the loss of a run, metrics with intervals, and the lineage of a model.
+"""Charts as SVG: losses, metrics with intervals, histograms, and the lineage of a model.
 
 Colours are those of the page around them (CSS variables), else the light colours below.
 """
@@ -74,10 +74,11 @@ class _Drawing:
 class _Axes:
     """The box of a chart: steps to the right, values upwards."""
 
-    steps: Sequence[int]  # sorted
+    steps: Sequence[float]  # sorted
     low: float  # value at the bottom
     high: float
     top: float  # y of the highest value
+    unit: str = "step"  # of what goes to the right
     left = 56
     right = WIDTH - 16
     bottom = 262
@@ -85,13 +86,13 @@ class _Axes:
     def x(self, step: float) -> float:
         first = self.steps[0]
         last = self.steps[-1]
-        return self.left + (self.right - self.left) * (step - first) / max(1, last - first)
+        return self.left + (self.right - self.left) * (step - first) / ((last - first) or 1)
 
     def y(self, value: float) -> float:
         part = min(max((value - self.low) / (self.high - self.low), 0), 1)
         return self.bottom - (self.bottom - self.top) * part
 
-    def points(self, steps: Iterable[int], values: Iterable[float]) -> list[tuple[float, float]]:
+    def points(self, steps: Iterable[float], values: Iterable[float]) -> list[tuple[float, float]]:
         return [(self.x(s), self.y(v)) for s, v in zip(steps, values, strict=True)]
 
     def draw(self, drawing: _Drawing) -> None:
@@ -106,7 +107,7 @@ class _Axes:
             anchor = {ticks[0]: "start", ticks[-1]: "end"}.get(step, "middle")
             drawing.text(self.x(step), self.bottom + 18, human(step), f"fill: {MUTED}", anchor)
         middle = (self.left + self.right) / 2
-        drawing.text(middle, self.bottom + 34, "step", f"fill: {MUTED}", "middle")
+        drawing.text(middle, self.bottom + 34, self.unit, f"fill: {MUTED}", "middle")
 
 
 def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) -> str:
@@ -250,6 +251,44 @@ def _interval_row(
         for edge in ends:
             drawing.line([(x(edge), y - 4), (x(edge), y + 4)], colour, 2)
         drawing.mark(x(m["value"]), y, name)
+
+
+def histogram_chart(
+    column: str,
+    edges: Sequence[float],
+    kept: Sequence[int],
+    dropped: Sequence[int],
+    thresholds: Sequence[tuple[str, float]] = (),
+) -> str:
+    """Bars of a column's values, those of kept pictures below; a dashed line per threshold.
+
+    Args:
+        edges: of the N bins, ascending: N + 1.
+        kept, dropped: pictures in each bin.
+        thresholds: (operator, value) of the conditions on the column.
+    """
+    words = ", ".join(f"{operator} {human(value)}" for operator, value in thresholds)
+    counts = f"{human(sum(kept))} pictures kept, {human(sum(dropped))} dropped"
+    drawing = _Drawing(300, f"{column}: {counts}; thresholds: {words or 'none'}")
+    most = max(a + b for a, b in zip(kept, dropped, strict=True))
+    axes = _Axes(edges, 0.0, 1.05 * max(most, 1), top=34, unit=column)
+    axes.draw(drawing)
+    for start, end, below, above in zip(edges, edges[1:], kept, dropped, strict=False):
+        for low, high, colour in ((0, below, OTHER), (below, below + above, FAINT)):
+            if high > low:
+                width = max(1.0, axes.x(end) - axes.x(start) - 1)
+                tall = axes.y(low) - axes.y(high)
+                place = {"x": axes.x(start), "y": axes.y(high), "width": width, "height": tall}
+                drawing.add("rect", f"fill: {colour}", **place)
+    for number, (operator, value) in enumerate(thresholds):
+        if edges[0] <= value <= edges[-1]:
+            x = axes.x(value)
+            drawing.line([(x, axes.top), (x, axes.bottom)], TUNED, 2, "5 4")
+            anchor, shift = ("end", -6) if x > WIDTH / 2 else ("start", 6)
+            label = f"{operator} {human(value)}"
+            drawing.text(x + shift, axes.top + 14 + 16 * number, label, f"fill: {TUNED}", anchor)
+    _legend(drawing, {"kept": OTHER, "dropped": FAINT}, axes.left)
+    return str(drawing)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,389 @@
+"""What became of the pictures, for people: counts by reason, histograms, and examples.
+
+The page has at most PICTURES small pictures, from at most SHARDS image shards: its size does not
+depend on that of the data set. Captions are escaped where panels are rendered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from artifacts.image_shards import read_tar
+from configs.settings.recipe import Recipe
+from tasks.data_set import IMAGES, DataSet, Encoded, numbers
+from tasks.download.rows import literal
+from tasks.encode.near_duplicates import SUFFIX, mirror_parts
+from tasks.encode.near_duplicates import THUMBNAIL as THUMBNAIL_ROW
+from tasks.panels import Chart, Gallery, Panel, Table, human, render_html
+from tasks.panels_charts import histogram_chart
+from tasks.sql_condition import Threshold, quoted
+
+PICTURES = 200
+SHARDS = 24
+THUMBNAIL = 128  # pixels of the longer side
+ROW = 8  # pictures of a gallery
+GROUPS = 6  # of duplicates, and buckets
+LONGEST = 160  # characters of a caption
+BINS = 40
+HISTOGRAMS = 12
+HELD_OUT = 500  # pictures whose nearest neighbours are searched
+
+
+class Entry(NamedTuple):
+    """A picture to show, and what is said of it."""
+
+    tar: str
+    row: int
+    text: str
+
+
+class Examples:
+    """Galleries to fill: they name entries first, whose pictures are then read once."""
+
+    def __init__(self) -> None:
+        self.galleries: dict[str, list[Entry]] = {}
+        self.left = PICTURES
+
+    def add(self, title: str, entries: Iterable[Entry]) -> None:
+        chosen = [*entries][: self.left]
+        if chosen:
+            self.galleries[title] = chosen
+            self.left -= len(chosen)
+
+    def panels(self, data: DataSet) -> Iterator[Panel]:
+        entries = {entry[:2] for chosen in self.galleries.values() for entry in chosen}
+        thumbnails = read_thumbnails(data, entries)
+        for title, chosen in self.galleries.items():
+            pictures = [(thumbnails[e[:2]], e.text) for e in chosen if e[:2] in thumbnails]
+            if pictures:
+                yield Gallery(title, pictures)
+
+
+def read_thumbnails(
+    data: DataSet, entries: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], bytes]:
+    """(tar, row) -> a small WebP. Raises Damaged if a tar that is read to its end is."""
+    wanted = defaultdict[str, set[int]](set)
+    for tar, row in entries:
+        wanted[tar].add(row)
+    images = data.artifacts[IMAGES]
+    found: dict[tuple[str, int], bytes] = {}
+    for entry in images.files:
+        rows = wanted.get(entry.sha256, set()) if entry.path.endswith(".tar") else set()
+        last = max(rows, default=-1)
+        for row, sample in enumerate(read_tar(images.url(entry.path)) if rows else ()):
+            if row in rows:
+                found[entry.sha256, row] = _small(sample.image)
+            if row == last:
+                break
+    return found
+
+
+def _small(data: bytes) -> bytes:
+    with Image.open(BytesIO(data)) as picture:
+        picture.draft("RGB", (THUMBNAIL, THUMBNAIL))
+        small = picture.convert("RGB")
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    small.save(buffer := BytesIO(), "WEBP", quality=70)
+    return buffer.getvalue()
+
+
+def counts(recipe_stages: Sequence[str], data: DataSet) -> dict[str, dict[str, int] | None]:
+    """Stage -> reason -> number of pictures, of the stages up to `encode`; None: not built."""
+    found: dict[str, dict[str, int] | None] = {}
+    stages = recipe_stages[: recipe_stages.index("encode") + 1]
+    for stage in stages:
+        artifact = data.artifacts.get(stage)
+        found[stage] = None if artifact is None else COUNTS[stage](artifact.summary)
+    return found
+
+
+def _of_download(summary: Mapping[str, Any]) -> dict[str, int]:
+    dropped = {"dropped by source.where": summary["dropped"]} if "dropped" in summary else {}
+    outcomes = Counter(summary["outcomes"])
+    downloaded = {"downloaded": outcomes.pop("success", 0)}
+    return {**downloaded, **dropped, **dict(outcomes.most_common())}
+
+
+def _of_encode(summary: Mapping[str, Any]) -> dict[str, int]:
+    copies = summary.get("copies_left_out", 0)
+    train = summary["samples"] - summary["holdout"] - copies
+    held_out = {"trained on": train, "held out": summary["holdout"]}
+    left = {"left out, as copies of held-out pictures": copies} if copies else {}
+    bad: dict[str, int] = {f"bad: {why}": n for why, n in summary["bad"].items()}
+    return {**held_out, **left, **bad}
+
+
+def _numbers_of(summary: Mapping[str, Any]) -> dict[str, int]:
+    """The counts in a summary, also those by reason."""
+    found: dict[str, int] = {}
+    for name, value in summary.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}: {why}": n for why, n in _numbers_of(value).items()}
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found[name] = value
+    return found
+
+
+COUNTS = {
+    IMAGES: _of_download,
+    "describe": _numbers_of,
+    "select": _numbers_of,
+    "caption": _numbers_of,
+    "encode": _of_encode,
+}
+
+
+def missing(recipe: str, stage: str) -> str:
+    """The command that builds a stage."""
+    return f"kiln run {recipe} --until {stage}"
+
+
+def write_page(recipe: Recipe, name: str, data: DataSet) -> str:
+    """The page as HTML: one file with all pictures in it.
+
+    Args:
+        name: the recipe, as commands name it.
+    """
+    rows = count_rows(counts(recipe.stages, data), name)
+    sections = {"Counts": [Table("Pictures by stage", rows)], **_sections([*panels_of(data)])}
+    return render_html("data_page.html.jinja", name=recipe.name, sections=sections)
+
+
+def count_rows(by_stage: Mapping[str, Mapping[str, int] | None], name: str) -> list[dict[str, Any]]:
+    """The counts as rows of a table; a stage that is not built has the command that builds it.
+
+    Args:
+        name: the recipe, as commands name it.
+    """
+    rows: list[dict[str, Any]] = []
+    for stage, by_reason in by_stage.items():
+        if by_reason is None:
+            rows.append({"stage": stage, "pictures": "not built", "what": missing(name, stage)})
+        for why, number in (by_reason or {}).items():
+            rows.append({"stage": stage, "pictures": number, "what": why})
+    return rows
+
+
+def _sections(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+    charts: list[Panel] = [panel for panel in panels if isinstance(panel, Chart)]
+    others: list[Panel] = [panel for panel in panels if not isinstance(panel, Chart)]
+    named = {"Histograms": charts, "Pictures": others}
+    return {title: group for title, group in named.items() if group}
+
+
+def panels_of(data: DataSet) -> Iterator[Panel]:
+    """Histograms with thresholds, and galleries."""
+    with data.opened() as db:
+        thresholds = data.thresholds
+        yield from histograms(db, thresholds)
+        tars = [entry.sha256 for entry in data.artifacts[IMAGES].files if _is_tar(entry.path)]
+        sample = tars[:: max(1, -(-len(tars) // SHARDS))]
+        db.register("sampled", pa.table({"tar": pa.array(sample, pa.string())}))
+        db.execute("create temp table shown as from entries where tar in (from sampled)")
+        scores = [t.column for t in thresholds] or numbers(db, _SIZES)[:2]
+        examples = Examples()
+        for threshold in thresholds:
+            _near_threshold(db, threshold, scores, examples)
+        _dropped(db, scores, examples)
+        _groups(db, scores, examples)
+        _rejected(db, examples)
+        encoded = [*data.encoded(sample)]
+        _across_split(db, data, encoded, examples)
+        _by_bucket(db, data, encoded, scores, examples)
+    yield from examples.panels(data)
+    if len(sample) < len(tars):
+        words = {"image shards": len(tars), "with pictures on this page": len(sample)}
+        yield Table("Examples are of some image shards", [words])
+
+
+_SIZES = ("width", "height", "original_width", "original_height", "caption_length")
+
+
+def _is_tar(path: str) -> bool:
+    return path.endswith(".tar")
+
+
+def histograms(db: duckdb.DuckDBPyConnection, thresholds: Sequence[Threshold]) -> Iterator[Panel]:
+    """Columns with thresholds first, then the scores, then the sizes."""
+    known = numbers(db)
+    named = [t.column for t in thresholds if t.column in known]
+    order = dict.fromkeys([*named, *(n for n in known if n not in _SIZES), *known])
+    for column in [*order][:HISTOGRAMS]:
+        own = [(t.operator, t.value) for t in thresholds if t.column == column]
+        if (svg := _histogram(db, column, own)) is not None:
+            yield Chart(column, svg)
+
+
+def _histogram(
+    db: duckdb.DuckDBPyConnection, column: str, thresholds: Sequence[tuple[str, float]]
+) -> str | None:
+    value = f"{quoted(column)}::double"
+    [(low, high, is_whole)] = db.execute(
+        f"select min({value}), max({value}), bool_and({value} = trunc({value})) "
+        f"from entries where isfinite({value})"
+    ).fetchall()
+    if low == high:  # or null
+        return None
+    width = (high - low) / BINS
+    width = max(1.0, math.ceil(width)) if is_whole else width
+    number = f"least(floor(({value} - ?) / ?)::int, ?)"
+    binned = db.execute(
+        f"select {number} as bin, kept, count(*) from entries where isfinite({value}) group by all",
+        [low, width, BINS - 1],
+    ).fetchall()
+    bars = {True: [0] * BINS, False: [0] * BINS}
+    for place, kept, count in binned:
+        bars[bool(kept)][place] += count
+    edges = [low + width * n for n in range(BINS + 1)]
+    return histogram_chart(column, edges, bars[True], bars[False], thresholds)
+
+
+def _entries(
+    db: duckdb.DuckDBPyConnection, where: str, order: str, scores: Sequence[str], limit: int = ROW
+) -> list[Entry]:
+    """Some entries of the sample, with their scores, reasons and captions."""
+    chosen = ", ".join(map(quoted, scores))
+    rows = db.execute(
+        f"select tar, row, reason, caption, captions{', ' * bool(scores)}{chosen} from shown "
+        f"where {where} order by {order}, tar, row limit {limit}"
+    ).fetchall()
+    return [
+        Entry(tar, row, _text(dict(zip(scores, values, strict=True)), reason, caption, captions))
+        for tar, row, reason, caption, captions, *values in rows
+    ]
+
+
+def _text(
+    scores: Mapping[str, Any], reason: str | None, caption: str | None, captions: str | None
+) -> str:
+    """What is said of a picture: scores, why it was dropped, its captions."""
+    said = [f"{name} {human(value)}" for name, value in scores.items() if value is not None]
+    said += [f"dropped: {reason}"] if reason else []
+    made = json.loads(captions) if captions else {}
+    texts = [f"{name}: {shortened(text)}" for name, text in made.items()]
+    return " · ".join([*said, *(texts or [shortened(caption or "no caption")])])
+
+
+def shortened(text: str) -> str:
+    """A caption on one line, at most LONGEST characters of it."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
+
+
+def _near_threshold(
+    db: duckdb.DuckDBPyConnection, threshold: Threshold, scores: Sequence[str], examples: Examples
+) -> None:
+    column, operator, value = threshold
+    name = quoted(column)
+    order = f"abs({name}::double - {value!r})"
+    words = f"{column} {operator} {human(value)}"
+    meets = f"{name}::double {operator} {value!r}"
+    examples.add(f"Just inside {words}", _entries(db, meets, order, scores))
+    examples.add(f"Just outside {words}", _entries(db, f"not {meets}", order, scores))
+
+
+def _dropped(db: duckdb.DuckDBPyConnection, scores: Sequence[str], examples: Examples) -> None:
+    reasons = db.execute(
+        "select reason from shown where not kept group by reason order by count(*) desc, reason"
+    ).fetchall()
+    for (reason,) in reasons[:GROUPS]:
+        where = f"not kept and reason = {literal(reason)}"
+        examples.add(f"Dropped: {reason}", _entries(db, where, "id", scores))
+
+
+def _groups(db: duckdb.DuckDBPyConnection, scores: Sequence[str], examples: Examples) -> None:
+    """The largest groups of duplicates; the one that is kept comes first."""
+    groups = db.execute(
+        'select "group" from shown where "group" is not null group by "group" '
+        'having count(*) > 1 order by count(*) desc, "group"'
+    ).fetchall()
+    for (number,) in groups[:GROUPS]:
+        entries = _entries(db, f'"group" = {number}', "kept desc", scores)
+        examples.add(f"Duplicates, group {number}", entries)
+
+
+def _rejected(db: duckdb.DuckDBPyConnection, examples: Examples) -> None:
+    """Pictures with a rejected caption, and why."""
+    rows = db.execute(
+        "select tar, row, captions, bad from shown where bad is not null and bad <> '{}' "
+        f"order by id, tar, row limit {2 * ROW}"
+    ).fetchall()
+    entries = []
+    for tar, row, captions, bad in rows:
+        texts = json.loads(captions)
+        said = (f"{p}: {why}: {shortened(texts.get(p, ''))}" for p, why in json.loads(bad).items())
+        entries.append(Entry(tar, row, " · ".join(said)))
+    examples.add("Rejected captions", entries)
+
+
+def _by_bucket(
+    db: duckdb.DuckDBPyConnection,
+    data: DataSet,
+    encoded: Sequence[Encoded],
+    scores: Sequence[str],
+    examples: Examples,
+) -> None:
+    """Pictures that are trained on, by the bucket of their latents."""
+    buckets = defaultdict[str, list[bytes]](list)
+    for picture in encoded:
+        if picture.split == "train" and not picture.is_left_out:
+            height, width = (int(side) for side in picture.group.partition("/")[2].split("x"))
+            scale = data.pixels_per_latent
+            buckets[f"{height * scale} x {width * scale}"].append(picture.id)
+    if not buckets:
+        examples.add("Some of the kept pictures", _entries(db, "kept", "id", scores, 4 * ROW))
+    largest = sorted(buckets, key=lambda bucket: -len(buckets[bucket]))
+    for bucket in largest[:GROUPS]:
+        ids = pa.table({"id": pa.array(sorted(buckets[bucket])[: 4 * ROW], pa.binary())})
+        db.register("of_bucket", ids)
+        entries = _entries(db, "kept and id in (from of_bucket)", "id", scores, 2 * ROW)
+        examples.add(f"Trained on, bucket {bucket} (height x width)", entries)
+
+
+def _across_split(
+    db: duckdb.DuckDBPyConnection, data: DataSet, encoded: Sequence[Encoded], examples: Examples
+) -> None:
+    """The training pictures that are nearest to held-out ones, by their thumbnails."""
+    latents = data.artifacts.get("encode")
+    tables = [] if latents is None else [f for f in latents.files if f.path.endswith(SUFFIX)]
+    of = {picture.id: picture for picture in encoded}
+    thumbnails = [np.load(BytesIO(latents.read(f.path))) for f in tables[:SHARDS] if latents]
+    rows = np.concatenate([np.zeros(0, THUMBNAIL_ROW), *thumbnails])
+    rows = rows[[i in of for i in rows["id"].tolist()]]
+    is_held_out = np.array([of[i].split == "holdout" for i in rows["id"].tolist()], bool)
+    held_out = rows[is_held_out][:HELD_OUT]
+    training = rows[~is_held_out]
+    if not len(held_out) or not len(training):
+        return
+    kept, negated = mirror_parts(training["grey"])
+    pairs = []
+    for number, (same, mirrored) in enumerate(zip(*mirror_parts(held_out["grey"]), strict=True)):
+        correlations = kept @ same + np.abs(negated @ mirrored)
+        nearest = int(correlations.argmax())
+        pairs.append((float(correlations[nearest]), number, nearest))
+    shown = []
+    for correlation, number, nearest in sorted(pairs, reverse=True)[:ROW]:
+        near = training["id"][nearest].item()
+        what = "left out, as a copy" if of[near].is_left_out else "trained on"
+        shown += [(held_out["id"][number].item(), "held out")]
+        shown += [(near, f"{what}; correlation of thumbnails {correlation:.3f}")]
+    db.register("neighbours", pa.table({"id": pa.array([i for i, _ in shown], pa.binary())}))
+    places = {
+        picture: (tar, row)
+        for picture, tar, row in db.execute(
+            "select id, tar, row from shown where id in (from neighbours) order by kept, tar, row"
+        ).fetchall()
+    }
+    entries = [Entry(*places[picture], text) for picture, text in shown if picture in places]
+    examples.add("Held-out pictures, each before the nearest training picture", entries)

@@ -1,0 +1,228 @@
+"""The data set of a recipe's newest run, as its artifacts have it; nothing is built here.
+
+An entry is a position in an image shard: the sha256 of the tar, and the row in it. Entries with the
+bytes of another have its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import duckdb
+import pyarrow as pa
+
+from artifacts.gc import runs
+from artifacts.latent_shards import INFO, LeftOut, read_ids, read_left_out
+from artifacts.store import Artifact, Store
+from tasks.download.listed import listed
+from tasks.sql_condition import Threshold, quoted, thresholds_of
+
+IMAGES = "download"
+STAGES = ("plan", IMAGES, "describe", "select", "caption", "encode", "train")
+WHERE = "select.where"
+MEMORY = "2GB"  # of DuckDB's buffers; the rest is on the disk
+
+
+class Encoded(NamedTuple):
+    """A picture in a latent shard."""
+
+    id: bytes
+    shard: str  # key
+    group: str  # <split>/<h>x<w>
+    row: int
+    is_left_out: bool
+
+    @property
+    def split(self) -> str:
+        return self.group.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Artifacts that were made from one another, by their stages; any of them may be missing."""
+
+    artifacts: Mapping[str, Artifact]
+
+    @classmethod
+    def newest(cls, store: Store, recipe: str) -> DataSet:
+        """The artifacts of a recipe's newest runs, all of the images of the newest one.
+
+        Raises Refused if a run's record is damaged.
+        """
+        found: dict[str, Artifact] = {}
+        own = (run for run in runs(store) if run.recipe == recipe)
+        for run in sorted(own, key=lambda run: run.at, reverse=True):
+            made: dict[str, Artifact] = {}
+            for stage, key in run.keys:
+                artifact = store.load(stage, key) if stage in STAGES else None
+                if artifact is not None and not _is_older(artifact, made.get(stage)):
+                    made[stage] = artifact
+            images = found.get(IMAGES, made.get(IMAGES))
+            fitting = {
+                stage: artifact
+                for stage, artifact in made.items()
+                if images is None or _images_of(artifact) in (None, images.digest)
+            }
+            found = {**fitting, **found}
+        return cls(found)
+
+    @classmethod
+    def before(cls, artifact: Artifact) -> DataSet:
+        """An artifact and what it was made from."""
+        found = {artifact.stage: artifact}
+        for parent in artifact.manifest["run"]["parents"].values():
+            loaded = artifact.store.load(parent["stage"], parent["key"])
+            if loaded is not None:
+                found = {**cls.before(loaded).artifacts, **found}
+        return cls(found)
+
+    @property
+    def thresholds(self) -> list[Threshold]:
+        """The comparisons of the selection's condition with numbers."""
+        selected = self.artifacts.get("select")
+        where = None if selected is None else selected.manifest["settings"].get("where")
+        return [] if where is None else thresholds_of(where, WHERE)
+
+    @contextmanager
+    def opened(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """A database with a table `entries`, one row per entry.
+
+        Its columns: those of `listed`; of the descriptions, those of one value; kept, reason and
+        "group" of the selection, all kept without one; captions, JSON of prompt -> text; bad, JSON
+        of prompt -> why its caption is rejected.
+        """
+        with duckdb.connect(config={"memory_limit": MEMORY}) as db:
+            sides = [_named(db, "list_side", listed(self.artifacts[IMAGES], db))]
+            if "describe" in self.artifacts:
+                from tasks.describe.tables import described
+
+                sides.append(_named(db, "described", described(self.artifacts["describe"], db)))
+            sides += self._selection(db)
+            sides += self._captions(db)
+            known: list[str] = []
+            shown: list[str] = []
+            for side in sides:
+                columns = [n for n, kind in _columns(db, side) if n not in known and _is_one(kind)]
+                shown += [f"{side}.{quoted(name)}" for name in columns]
+                known += columns
+            if "kept" not in known:
+                shown += ["true as kept", "'' as reason", 'null::bigint as "group"']
+            if "captions" not in known:
+                shown += ["null::varchar as captions", "null::varchar as bad"]
+            joined = "".join(f" left join {side} using (tar, row)" for side in sides[1:])
+            db.execute(
+                f"create temp table entries as select {', '.join(shown)} "
+                f"from {sides[0]}{joined} order by tar, row"
+            )
+            yield db
+
+    def _selection(self, db: duckdb.DuckDBPyConnection) -> list[str]:
+        if "select" not in self.artifacts:
+            return []
+        from tasks.select.selection import read_selection
+
+        db.register("selection", read_selection(self.artifacts["select"]))
+        return ["selection"]
+
+    def _captions(self, db: duckdb.DuckDBPyConnection) -> list[str]:
+        if "caption" not in self.artifacts:
+            return []
+        from tasks.caption.tables import read_captions, tables_of
+
+        schema = pa.schema(
+            [("tar", pa.string()), ("row", pa.int32())]
+            + [(name, pa.string()) for name in ("captions", "bad")]
+        )
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for tar, table in tables_of(self.artifacts["caption"]).items():
+                rows = [
+                    {
+                        "tar": tar,
+                        "row": row,
+                        "captions": json.dumps(dict(sample.texts)),
+                        "bad": json.dumps(dict(sample.reasons)),
+                    }
+                    for row, sample in enumerate(read_captions(table["url"], table["sha256"]))
+                    if sample.reasons is not None
+                ]
+                yield pa.RecordBatch.from_pylist(rows, schema)
+
+        reader = pa.RecordBatchReader.from_batches(schema, batches())
+        db.register("caption_reader", reader)
+        db.execute("create temp table caption_side as from caption_reader")
+        return ["caption_side"]
+
+    def encoded(self, tars: Collection[str] | None = None) -> Iterator[Encoded]:
+        """The pictures of the latent shards, without the mirrored copies; none before encoding.
+
+        Args:
+            tars: sha256 of the image shards whose pictures are asked for; None: of all.
+        """
+        latents = self.artifacts.get("encode")
+        for entry in [] if latents is None else latents.files:
+            is_asked = tars is None or entry.meta.get("tar", next(iter(tars), None)) in tars
+            if latents is not None and entry.path.endswith(".safetensors") and is_asked:
+                name = PurePosixPath(entry.path).name
+                key = name.partition(".")[0]
+                out = self._left_out.get(key, {})
+                ids = read_ids(latents.store.fs, f"{latents.store.shards_path('encode')}/{name}")
+                for group, of_group in ids.items():
+                    rows = out.get(group, {})
+                    for row, picture in enumerate(of_group):
+                        yield Encoded(picture, key, group, row, row in rows)
+
+    @cached_property
+    def _left_out(self) -> LeftOut:
+        latents = self.artifacts["encode"]
+        return read_left_out(latents.store.fs, latents.path, latents.files)
+
+    @cached_property
+    def pixels_per_latent(self) -> int:
+        """The scale of the VAE."""
+        return int(json.loads(self.artifacts["encode"].read(INFO))["vae_scale_factor"])
+
+
+def numbers(db: duckdb.DuckDBPyConnection, without: Iterable[str] = ()) -> list[str]:
+    """The columns of `entries` that have numbers."""
+    kinds = ("INT", "INTEGER", "FLOAT", "DOUBLE", "DECIMAL")
+    hidden = {"row", "group", *without}
+    return [
+        name
+        for name, kind in _columns(db, "entries")
+        if kind.partition("(")[0].endswith(kinds) and name not in hidden
+    ]
+
+
+def _images_of(artifact: Artifact) -> str | None:
+    """Digest of the images that an artifact is made from; its own, of images."""
+    if artifact.stage == IMAGES:
+        return artifact.digest
+    inputs: dict[str, Any] = artifact.manifest["inputs"]
+    return inputs.get("images")
+
+
+def _is_older(artifact: Artifact, other: Artifact | None) -> bool:
+    made = [a.manifest["run"]["created"] for a in (artifact, other) if a is not None]
+    return len(made) == 2 and made[0] < made[1]
+
+
+def _named(db: duckdb.DuckDBPyConnection, name: str, rows: duckdb.DuckDBPyRelation) -> str:
+    rows.create_view(name)
+    return name
+
+
+def _columns(db: duckdb.DuckDBPyConnection, table: str) -> list[tuple[str, str]]:
+    described = db.execute(f"describe {table}").fetchall()
+    return [(name, kind) for name, kind, *_ in described]
+
+
+def _is_one(kind: str) -> bool:
+    """Whether a column has one value that people read, or that identifies the picture."""
+    return not kind.endswith("]") and not kind.startswith(("STRUCT", "MAP"))
