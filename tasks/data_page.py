@@ -19,6 +19,7 @@ import pyarrow as pa
 from PIL import Image
 
 from artifacts.image_shards import read_tar
+from artifacts.store import Artifact
 from configs.settings.recipe import Recipe
 from tasks.data_set import IMAGES, DataSet, Encoded, numbers
 from tasks.download.rows import literal
@@ -26,6 +27,7 @@ from tasks.encode.near_duplicates import SUFFIX, mirror_parts
 from tasks.encode.near_duplicates import THUMBNAIL as THUMBNAIL_ROW
 from tasks.panels import Chart, Gallery, Panel, Table, human, render_html
 from tasks.panels_charts import histogram_chart
+from tasks.select.selection import read_selection
 from tasks.sql_condition import Threshold, quoted
 
 PICTURES = 200
@@ -124,22 +126,25 @@ def _of_encode(summary: Mapping[str, Any]) -> dict[str, int]:
     return {**held_out, **left, **bad}
 
 
-def _numbers_of(summary: Mapping[str, Any]) -> dict[str, int]:
-    """The counts in a summary, also those by reason."""
-    found: dict[str, int] = {}
-    for name, value in summary.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}: {why}": n for why, n in _numbers_of(value).items()}
-        elif isinstance(value, int) and not isinstance(value, bool):
-            found[name] = value
-    return found
+def _of_describe(summary: Mapping[str, Any]) -> dict[str, int]:
+    return {}
+
+
+def _of_select(summary: Mapping[str, Any]) -> dict[str, int]:
+    return {"kept": summary["kept"], **summary["reasons"]}
+
+
+def _of_caption(summary: Mapping[str, Any]) -> dict[str, int]:
+    good = {f"good captions, {prompt}": n for prompt, n in summary["good"].items()}
+    bad = {f"bad captions: {why}": n for why, n in summary["bad"].items()}
+    return {"captioned": summary["kept"], **good, **bad, "without a good one": summary["without"]}
 
 
 COUNTS = {
     IMAGES: _of_download,
-    "describe": _numbers_of,
-    "select": _numbers_of,
-    "caption": _numbers_of,
+    "describe": _of_describe,
+    "select": _of_select,
+    "caption": _of_caption,
     "encode": _of_encode,
 }
 
@@ -188,9 +193,7 @@ def panels_of(data: DataSet) -> Iterator[Panel]:
         thresholds = data.thresholds
         yield from histograms(db, thresholds)
         tars = [entry.sha256 for entry in data.artifacts[IMAGES].files if _is_tar(entry.path)]
-        sample = tars[:: max(1, -(-len(tars) // SHARDS))]
-        db.register("sampled", pa.table({"tar": pa.array(sample, pa.string())}))
-        db.execute("create temp table shown as from entries where tar in (from sampled)")
+        sample = _sampled(db, tars, SHARDS)
         scores = [t.column for t in thresholds] or numbers(db, _SIZES)[:2]
         examples = Examples()
         for threshold in thresholds:
@@ -205,6 +208,31 @@ def panels_of(data: DataSet) -> Iterator[Panel]:
     if len(sample) < len(tars):
         words = {"image shards": len(tars), "with pictures on this page": len(sample)}
         yield Table("Examples are of some image shards", [words])
+
+
+def selection_panels(selected: Artifact) -> Iterator[Panel]:
+    """Histograms of the columns in a selection's condition, and some dropped pictures."""
+    data = DataSet.before(selected)
+    with duckdb.connect() as db:
+        db.register("selection", read_selection(selected))
+        db.execute(
+            "create view entries as select *, null as caption, null as captions from selection"
+        )
+        thresholds = data.thresholds
+        yield from histograms(db, thresholds)
+        tars = [entry.sha256 for entry in data.artifacts[IMAGES].files if _is_tar(entry.path)]
+        _sampled(db, tars, 1)
+        examples = Examples()
+        _dropped(db, [t.column for t in thresholds], examples)
+    yield from examples.panels(data)
+
+
+def _sampled(db: duckdb.DuckDBPyConnection, tars: Sequence[str], count: int) -> Sequence[str]:
+    """Evenly spaced image shards, whose entries are the table `shown`."""
+    sample = tars[:: max(1, -(-len(tars) // count))]
+    db.register("sampled", pa.table({"tar": pa.array(sample, pa.string())}))
+    db.execute("create temp table shown as from entries where tar in (from sampled)")
+    return sample
 
 
 _SIZES = ("width", "height", "original_width", "original_height", "caption_length")

@@ -172,7 +172,9 @@ class SelectStage(Stage):
 
     @staticmethod
     def show(artifact: Artifact) -> list[Panel]:
-        """Counts by reason, and examples of each."""
+        """Counts by reason, histograms of the condition's columns, and examples."""
+        from tasks.data_page import selection_panels
+
         summary = artifact.summary
         counts = ("entries", "kept", "held_out", "groups", "largest_group")
         reasons = [{"reason": k, "pictures": n} for k, n in summary["reasons"].items()]
@@ -180,6 +182,7 @@ class SelectStage(Stage):
             Facts("Selected", {name.replace("_", " "): summary[name] for name in counts}),
             Table("Dropped", reasons, bars="pictures"),
             Table("Examples", summary["examples"]),
+            *selection_panels(artifact),
         ]
 
 
