@@ -90,17 +90,28 @@ def show(
     what: Annotated[
         str,
         typer.Argument(
-            help="Beginning of an artifact's key or digest, stage/key, or model (digits@v2)."
+            help="Beginning of an artifact's key or digest, stage/key, model (digits@v2), or with "
+            "--recipe a picture: its URL, file or sha256."
         ),
     ],
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="Show what this recipe did with a picture.")
+    ] = None,
+    override: Annotated[list[str] | None, typer.Option("-o", "--override", hidden=True)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show an artifact: settings, lineage back to the source, and the reason of its build.
 
-    Of a published model: its metrics beside those of the champion.
+    Of a published model: its metrics beside those of the champion. Of a picture: what became of it
+    at each stage of a recipe's newest runs.
     """
+    if recipe is not None:
+        from flows.data_commands import show_picture
+
+        show_picture(_loaded(recipe, override), recipe, what, as_json=as_json)
+        return
     from flows.store_commands import is_published, show_artifact, show_model
 
     url = _registry_of(store, registry)

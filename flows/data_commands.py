@@ -1,4 +1,4 @@
-"""`kiln data`: what became of the pictures of a recipe, from the artifacts of its newest runs."""
+"""`kiln data`, and `kiln show` of a picture: what a recipe's newest runs did with pictures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from configs.settings.recipe import Recipe
 from tasks.data_page import count_rows, counts, missing, write_page
 from tasks.data_set import IMAGES, DataSet
 from tasks.panels import aligned
+from tasks.picture_story import tell
 
 
 def data_of(recipe: Recipe, name: str) -> DataSet:
@@ -47,3 +48,21 @@ def show_data(recipe: Recipe, name: str, html: Path | None, *, as_json: bool) ->
         print(line)
     if html is not None:
         print(f"page: {html}")
+
+
+def show_picture(recipe: Recipe, name: str, what: str, *, as_json: bool) -> None:
+    """Print what each stage did with a picture, for each of its entries.
+
+    Args:
+        name: the recipe, as commands name it.
+        what: URL, local file or sha256 of the picture as it was downloaded.
+    """
+    stories = tell(recipe, data_of(recipe, name), what)
+    if as_json:
+        print(json.dumps({"entries": [[told._asdict() for told in story] for story in stories]}))
+        return
+    for number, story in enumerate(stories):
+        if number:
+            print()
+        for stage, text in story:
+            print(f"{stage:9} {text}")

@@ -32,6 +32,7 @@ from tasks.sql_condition import Threshold, quoted
 
 PICTURES = 200
 SHARDS = 24
+FEW_SHARDS = 4  # in Prefect's UI
 THUMBNAIL = 128  # pixels of the longer side
 ROW = 8  # pictures of a gallery
 GROUPS = 6  # of duplicates, and buckets
@@ -194,12 +195,12 @@ def panels_of(data: DataSet) -> Iterator[Panel]:
         yield from histograms(db, thresholds)
         tars = [entry.sha256 for entry in data.artifacts[IMAGES].files if _is_tar(entry.path)]
         sample = _sampled(db, tars, SHARDS)
-        scores = [t.column for t in thresholds] or numbers(db, _SIZES)[:2]
+        scores = _columns(thresholds) or numbers(db, _SIZES)[:2]
         examples = Examples()
         for threshold in thresholds:
-            _near_threshold(db, threshold, scores, examples)
-        _dropped(db, scores, examples)
-        _groups(db, scores, examples)
+            _near_threshold(db, data, threshold, scores, examples)
+        _dropped(db, data, scores, examples)
+        _groups(db, data, scores, examples)
         _rejected(db, examples)
         encoded = [*data.encoded(sample)]
         _across_split(db, data, encoded, examples)
@@ -216,15 +217,20 @@ def selection_panels(selected: Artifact) -> Iterator[Panel]:
     with duckdb.connect() as db:
         db.register("selection", read_selection(selected))
         db.execute(
-            "create view entries as select *, null as caption, null as captions from selection"
+            "create view entries as select *, null as caption, null as captions, null as bad "
+            "from selection"
         )
         thresholds = data.thresholds
         yield from histograms(db, thresholds)
         tars = [entry.sha256 for entry in data.artifacts[IMAGES].files if _is_tar(entry.path)]
-        _sampled(db, tars, 1)
+        _sampled(db, tars, FEW_SHARDS)
         examples = Examples()
-        _dropped(db, [t.column for t in thresholds], examples)
+        _dropped(db, data, _columns(thresholds), examples)
     yield from examples.panels(data)
+
+
+def _columns(thresholds: Iterable[Threshold]) -> list[str]:
+    return [*dict.fromkeys(threshold.column for threshold in thresholds)]
 
 
 def _sampled(db: duckdb.DuckDBPyConnection, tars: Sequence[str], count: int) -> Sequence[str]:
@@ -265,42 +271,42 @@ def _histogram(
         return None
     width = (high - low) / BINS
     width = max(1.0, math.ceil(width)) if is_whole else width
+    bins = min(BINS, math.floor((high - low) / width) + 1)
     number = f"least(floor(({value} - ?) / ?)::int, ?)"
     binned = db.execute(
         f"select {number} as bin, kept, count(*) from entries where isfinite({value}) group by all",
-        [low, width, BINS - 1],
+        [low, width, bins - 1],
     ).fetchall()
-    bars = {True: [0] * BINS, False: [0] * BINS}
+    bars = {True: [0] * bins, False: [0] * bins}
     for place, kept, count in binned:
         bars[bool(kept)][place] += count
-    edges = [low + width * n for n in range(BINS + 1)]
+    edges = [low + width * n for n in range(bins + 1)]
     return histogram_chart(column, edges, bars[True], bars[False], thresholds)
 
 
 def _entries(
-    db: duckdb.DuckDBPyConnection, where: str, order: str, scores: Sequence[str], limit: int = ROW
+    db: duckdb.DuckDBPyConnection,
+    data: DataSet,
+    where: str,
+    order: str,
+    scores: Sequence[str],
+    limit: int = ROW,
 ) -> list[Entry]:
-    """Some entries of the sample, with their scores, reasons and captions."""
-    chosen = ", ".join(map(quoted, scores))
+    """Some entries of the sample, with their scores, why they were dropped, and their captions."""
+    own = ("tar", "row", "reason", "caption", "captions", "bad")
+    chosen = ", ".join(map(quoted, (*own, *scores)))
     rows = db.execute(
-        f"select tar, row, reason, caption, captions{', ' * bool(scores)}{chosen} from shown "
-        f"where {where} order by {order}, tar, row limit {limit}"
+        f"select {chosen} from shown where {where} order by {order}, tar, row limit {limit}"
     ).fetchall()
-    return [
-        Entry(tar, row, _text(dict(zip(scores, values, strict=True)), reason, caption, captions))
-        for tar, row, reason, caption, captions, *values in rows
-    ]
-
-
-def _text(
-    scores: Mapping[str, Any], reason: str | None, caption: str | None, captions: str | None
-) -> str:
-    """What is said of a picture: scores, why it was dropped, its captions."""
-    said = [f"{name} {human(value)}" for name, value in scores.items() if value is not None]
-    said += [f"dropped: {reason}"] if reason else []
-    made = json.loads(captions) if captions else {}
-    texts = [f"{name}: {shortened(text)}" for name, text in made.items()]
-    return " · ".join([*said, *(texts or [shortened(caption or "no caption")])])
+    entries = []
+    for tar, row, reason, caption, made, bad, *values in rows:
+        pairs = zip(scores, values, strict=True)
+        said = [f"{name} {human(value)}" for name, value in pairs if value is not None]
+        said += [f"dropped: {reason.partition(': ')[0]}"] if reason else []
+        read = [shortened(text) for text in data.captions(caption, made, bad)]
+        said.append(" / ".join(filter(None, read)) or "no caption")
+        entries.append(Entry(tar, row, " · ".join(said)))
+    return entries
 
 
 def shortened(text: str) -> str:
@@ -310,34 +316,42 @@ def shortened(text: str) -> str:
 
 
 def _near_threshold(
-    db: duckdb.DuckDBPyConnection, threshold: Threshold, scores: Sequence[str], examples: Examples
+    db: duckdb.DuckDBPyConnection,
+    data: DataSet,
+    threshold: Threshold,
+    scores: Sequence[str],
+    examples: Examples,
 ) -> None:
     column, operator, value = threshold
     name = quoted(column)
     order = f"abs({name}::double - {value!r})"
     words = f"{column} {operator} {human(value)}"
     meets = f"{name}::double {operator} {value!r}"
-    examples.add(f"Just inside {words}", _entries(db, meets, order, scores))
-    examples.add(f"Just outside {words}", _entries(db, f"not {meets}", order, scores))
+    examples.add(f"Just inside {words}", _entries(db, data, meets, order, scores))
+    examples.add(f"Just outside {words}", _entries(db, data, f"not {meets}", order, scores))
 
 
-def _dropped(db: duckdb.DuckDBPyConnection, scores: Sequence[str], examples: Examples) -> None:
+def _dropped(
+    db: duckdb.DuckDBPyConnection, data: DataSet, scores: Sequence[str], examples: Examples
+) -> None:
     reasons = db.execute(
         "select reason from shown where not kept group by reason order by count(*) desc, reason"
     ).fetchall()
     for (reason,) in reasons[:GROUPS]:
         where = f"not kept and reason = {literal(reason)}"
-        examples.add(f"Dropped: {reason}", _entries(db, where, "id", scores))
+        examples.add(f"Dropped: {reason}", _entries(db, data, where, "id", scores))
 
 
-def _groups(db: duckdb.DuckDBPyConnection, scores: Sequence[str], examples: Examples) -> None:
+def _groups(
+    db: duckdb.DuckDBPyConnection, data: DataSet, scores: Sequence[str], examples: Examples
+) -> None:
     """The largest groups of duplicates; the one that is kept comes first."""
     groups = db.execute(
         'select "group" from shown where "group" is not null group by "group" '
         'having count(*) > 1 order by count(*) desc, "group"'
     ).fetchall()
     for (number,) in groups[:GROUPS]:
-        entries = _entries(db, f'"group" = {number}', "kept desc", scores)
+        entries = _entries(db, data, f'"group" = {number}', "kept desc", scores)
         examples.add(f"Duplicates, group {number}", entries)
 
 
@@ -370,12 +384,12 @@ def _by_bucket(
             scale = data.pixels_per_latent
             buckets[f"{height * scale} x {width * scale}"].append(picture.id)
     if not buckets:
-        examples.add("Some of the kept pictures", _entries(db, "kept", "id", scores, 4 * ROW))
+        examples.add("Some of the kept pictures", _entries(db, data, "kept", "id", scores, 4 * ROW))
     largest = sorted(buckets, key=lambda bucket: -len(buckets[bucket]))
     for bucket in largest[:GROUPS]:
         ids = pa.table({"id": pa.array(sorted(buckets[bucket])[: 4 * ROW], pa.binary())})
         db.register("of_bucket", ids)
-        entries = _entries(db, "kept and id in (from of_bucket)", "id", scores, 2 * ROW)
+        entries = _entries(db, data, "kept and id in (from of_bucket)", "id", scores, 2 * ROW)
         examples.add(f"Trained on, bucket {bucket} (height x width)", entries)
 
 

@@ -20,7 +20,9 @@ import pyarrow as pa
 from artifacts.gc import runs
 from artifacts.latent_shards import INFO, LeftOut, read_ids, read_left_out
 from artifacts.store import Artifact, Store
+from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
 from tasks.download.listed import listed
+from tasks.select.selection import read_selection
 from tasks.sql_condition import Threshold, quoted, thresholds_of
 
 IMAGES = "download"
@@ -90,8 +92,8 @@ class DataSet:
         return [] if where is None else thresholds_of(where, WHERE)
 
     @contextmanager
-    def opened(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """A database with a table `entries`, one row per entry.
+    def opened(self, where: str = "true") -> Iterator[duckdb.DuckDBPyConnection]:
+        """A database with a table `entries`, one row per entry of which SQL is true.
 
         Its columns: those of `listed`; of the descriptions, those of one value; kept, reason and
         "group" of the selection, all kept without one; captions, JSON of prompt -> text; bad, JSON
@@ -118,23 +120,25 @@ class DataSet:
             joined = "".join(f" left join {side} using (tar, row)" for side in sides[1:])
             db.execute(
                 f"create temp table entries as select {', '.join(shown)} "
-                f"from {sides[0]}{joined} order by tar, row"
+                f"from {sides[0]}{joined} where {where} order by tar, row"
             )
             yield db
+
+    def described(self, db: duckdb.DuckDBPyConnection) -> list[str]:
+        """The columns of descriptions in an opened database, embeddings among them."""
+        own = ("tar", "row", "id")
+        columns = _columns(db, "described") if "describe" in self.artifacts else ()
+        return [name for name, _ in columns if name not in own]
 
     def _selection(self, db: duckdb.DuckDBPyConnection) -> list[str]:
         if "select" not in self.artifacts:
             return []
-        from tasks.select.selection import read_selection
-
         db.register("selection", read_selection(self.artifacts["select"]))
         return ["selection"]
 
     def _captions(self, db: duckdb.DuckDBPyConnection) -> list[str]:
         if "caption" not in self.artifacts:
             return []
-        from tasks.caption.tables import read_captions, tables_of
-
         schema = pa.schema(
             [("tar", pa.string()), ("row", pa.int32())]
             + [(name, pa.string()) for name in ("captions", "bad")]
@@ -182,6 +186,22 @@ class DataSet:
     def _left_out(self) -> LeftOut:
         latents = self.artifacts["encode"]
         return read_left_out(latents.store.fs, latents.path, latents.files)
+
+    def captions(self, caption: str | None, made: str | None, bad: str | None) -> tuple[str, ...]:
+        """What training reads of a picture's captions; empty if it leaves the picture out.
+
+        Args:
+            caption: the source's; None if it has none.
+            made, bad: columns of `entries`.
+        """
+        if made is None or bad is None:
+            return (caption or "",)
+        sample = CaptionedSample(b"", json.loads(made), (), json.loads(bad))
+        return captions_to_train(sample, (caption or "",), self._rule) or ()
+
+    @cached_property
+    def _rule(self) -> Rule:
+        return Rule.read(self.artifacts["caption"])
 
     @cached_property
     def pixels_per_latent(self) -> int:

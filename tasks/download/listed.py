@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -81,14 +82,33 @@ def _batches(images: Artifact) -> Iterator[pa.RecordBatch]:
         yield from pa.table([columns[name] for name in SCHEMA.names], SCHEMA).to_batches()
 
 
+def failures(images: Artifact, url: str) -> Iterator[dict[str, Any]]:
+    """The rows of a URL without a picture: their columns of artifacts.image_shards.
+
+    Args:
+        url: without secrets.
+
+    Raises:
+        Damaged: as `listed`.
+    """
+    tables = [entry for entry in images.files if _is(entry, ".parquet")]
+    for table in ask_at_once(images.store.fs, partial(_read, images), tables):
+        is_failed = pc.not_equal(table["status"], "success")
+        yield from table.filter(pc.and_(is_failed, pc.equal(table["url"], url))).to_pylist()
+
+
 def _is(entry: FileEntry, suffix: str) -> bool:
     return entry.path.endswith(suffix)
 
 
 def _table(images: Artifact, entry: FileEntry) -> pa.Table:
-    data = read_checked(images.store.fs, images.path, entry.path, entry.sha256)
-    table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
+    table = _read(images, entry)
     return table.filter(pc.equal(table["status"], "success"))
+
+
+def _read(images: Artifact, entry: FileEntry) -> pa.Table:
+    data = read_checked(images.store.fs, images.path, entry.path, entry.sha256)
+    return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(use_threads=False)
 
 
 def _names(db: duckdb.DuckDBPyConnection) -> list[str]:
