@@ -128,7 +128,12 @@ def _of_encode(summary: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _of_describe(summary: Mapping[str, Any]) -> dict[str, int]:
-    return {}
+    bad = {
+        f"without values of {name}: {why}": count
+        for name, reasons in summary["bad"].items()
+        for why, count in reasons.items()
+    }
+    return {"pictures": summary["pictures"], **bad}
 
 
 def _of_select(summary: Mapping[str, Any]) -> dict[str, int]:
@@ -379,7 +384,7 @@ def _by_bucket(
     """Pictures that are trained on, by the bucket of their latents."""
     buckets = defaultdict[str, list[bytes]](list)
     for picture in encoded:
-        if picture.split == "train" and not picture.is_left_out:
+        if picture.split == "train" and picture.left_out is None:
             height, width = (int(side) for side in picture.group.partition("/")[2].split("x"))
             scale = data.pixels_per_latent
             buckets[f"{height * scale} x {width * scale}"].append(picture.id)
@@ -417,7 +422,7 @@ def _across_split(
     shown = []
     for correlation, number, nearest in sorted(pairs, reverse=True)[:ROW]:
         near = training["id"][nearest].item()
-        what = "left out, as a copy" if of[near].is_left_out else "trained on"
+        what = "trained on" if of[near].left_out is None else "left out"
         shown += [(held_out["id"][number].item(), "held out")]
         shown += [(near, f"{what}; correlation of thumbnails {correlation:.3f}")]
     db.register("neighbours", pa.table({"id": pa.array([i for i, _ in shown], pa.binary())}))

@@ -21,6 +21,7 @@ from artifacts.gc import runs
 from artifacts.latent_shards import INFO, LeftOut, read_ids, read_left_out
 from artifacts.store import Artifact, Store
 from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
+from tasks.describe.tables import described
 from tasks.download.listed import listed
 from tasks.select.selection import read_selection
 from tasks.sql_condition import Threshold, quoted, thresholds_of
@@ -28,6 +29,8 @@ from tasks.sql_condition import Threshold, quoted, thresholds_of
 IMAGES = "download"
 STAGES = ("plan", IMAGES, "describe", "select", "caption", "encode", "train")
 WHERE = "select.where"
+#: Kind of a describer, and name of its value with many numbers.
+EMBEDDING = ("clip", "")
 MEMORY = "2GB"  # of DuckDB's buffers; the rest is on the disk
 
 
@@ -38,7 +41,7 @@ class Encoded(NamedTuple):
     shard: str  # key
     group: str  # <split>/<h>x<w>
     row: int
-    is_left_out: bool
+    left_out: str | None  # its value of LeftOut; None: it is read
 
     @property
     def split(self) -> str:
@@ -101,10 +104,7 @@ class DataSet:
         """
         with duckdb.connect(config={"memory_limit": MEMORY}) as db:
             sides = [_named(db, "list_side", listed(self.artifacts[IMAGES], db))]
-            if "describe" in self.artifacts:
-                from tasks.describe.tables import described
-
-                sides.append(_named(db, "described", described(self.artifacts["describe"], db)))
+            sides += self._described(db)
             sides += self._selection(db)
             sides += self._captions(db)
             known: list[str] = []
@@ -124,11 +124,25 @@ class DataSet:
             )
             yield db
 
-    def described(self, db: duckdb.DuckDBPyConnection) -> list[str]:
-        """The columns of descriptions in an opened database, embeddings among them."""
-        own = ("tar", "row", "id")
-        columns = _columns(db, "described") if "describe" in self.artifacts else ()
-        return [name for name, _ in columns if name not in own]
+    @property
+    def described(self) -> list[str]:
+        """The columns of the descriptions that people read: no embeddings and hashes."""
+        if "describe" not in self.artifacts:
+            return []
+        described = self.artifacts["describe"]
+        kinds = described.manifest["settings"]["describers"]
+        return [
+            column
+            for name, values in described.summary["values"].items()
+            for column, value in values.items()
+            if (kinds[name]["kind"], value) != EMBEDDING and kinds[name]["kind"] != "hash"
+        ]
+
+    def _described(self, db: duckdb.DuckDBPyConnection) -> list[str]:
+        if not self.described:
+            return []
+        described(self.artifacts["describe"], db, self.described)
+        return ["kiln_described"]
 
     def _selection(self, db: duckdb.DuckDBPyConnection) -> list[str]:
         if "select" not in self.artifacts:
@@ -180,7 +194,7 @@ class DataSet:
                 for group, of_group in ids.items():
                     rows = out.get(group, {})
                     for row, picture in enumerate(of_group):
-                        yield Encoded(picture, key, group, row, row in rows)
+                        yield Encoded(picture, key, group, row, rows.get(row))
 
     @cached_property
     def _left_out(self) -> LeftOut:

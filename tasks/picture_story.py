@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from artifacts.latent_shards import NOT_SELECTED
 from artifacts.records import digest_bytes
 from configs.errors import Refused
 from configs.secrets import without_secrets
@@ -54,9 +55,8 @@ def tell(recipe: Recipe, data: DataSet, what: str) -> list[list[Told]]:
         found = db.execute("from entries")
         columns = [column[0] for column in found.description or ()]
         entries = [dict(zip(columns, row, strict=True)) for row in found.fetchall()]
-        described = set(data.described(db))
     encoded = _encoded(data, entries)
-    stories = [list(_story(data, entry, described, encoded[entry["id"]])) for entry in entries]
+    stories = [list(_story(data, entry, encoded[entry["id"]])) for entry in entries]
     stories += [_failed(row) for row in failures(data.artifacts[IMAGES], url)]
     return stories or [[_in_source(recipe, what)]]
 
@@ -102,9 +102,8 @@ def _count(source: UrlSource) -> int:
     return count
 
 
-def _story(
-    data: DataSet, entry: dict[str, Any], described: Collection[str], encoded: list[Encoded]
-) -> Iterator[Told]:
+def _story(data: DataSet, entry: dict[str, Any], encoded: list[Encoded]) -> Iterator[Told]:
+    described = data.described
     values = {name: _shown(value) for name, value in entry.items() if name not in TOLD}
     listed = "".join(f", {n} {text}" for n, text in values.items() if n not in described)
     yield Told("source", f"{entry['url']}, {entry['caption']!r}{listed}")
@@ -126,8 +125,9 @@ def _story(
             yield Told("caption", f"{prompt}: {why}{text!r}")
         for prompt in bad.keys() - texts.keys():
             yield Told("caption", f"{prompt}: none: {bad[prompt]}")
-        read = data.captions(entry["caption"], entry["captions"], entry["bad"])
-        yield Told("caption", f"training reads {' / '.join(map(repr, read)) or 'none of them'}")
+        if all(picture.split == "train" for picture in encoded):
+            read = data.captions(entry["caption"], entry["captions"], entry["bad"])
+            yield Told("caption", f"training reads {' / '.join(map(repr, read)) or 'none of them'}")
     if "encode" not in data.artifacts:
         return
     if not encoded:
@@ -137,9 +137,10 @@ def _story(
         height, width = (int(side) * data.pixels_per_latent for side in size.split("x"))
         place = f"row {picture.row} of the latent shard {picture.shard[:12]}"
         yield Told("encode", f"{split}, bucket {height} x {width}; {place}")
-        if picture.is_left_out:
-            why = "a near-duplicate of a held-out picture" if entry["kept"] else "no longer chosen"
-            yield Told("train", f"left out, as {why}")
+        if picture.left_out is not None:
+            is_copy = picture.left_out != NOT_SELECTED
+            why = "a near-duplicate of a held-out picture" if is_copy else "not selected"
+            yield Told("train", f"left out: {why}")
         elif split == "train":
             has = "trained on" if "train" in data.artifacts else "will be trained on"
             yield Told("train", has)
