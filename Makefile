@@ -29,7 +29,7 @@ export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped. REQUIRE adds names, such as chromium.
 test extended soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu) $(REQUIRE)
 
-.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test extended soak faults fuzz chaos lint format ui clean
+.PHONY: help demo environments setup setup-cuda setup-ocr setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test extended soak faults fuzz chaos lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of CPU time after set-up)"
@@ -41,6 +41,7 @@ help:
 	@echo "make fuzz    read 100,000 damaged inputs; each must be refused or read correctly"
 	@echo "make chaos   500 faults on three kinds of store; nothing may be lost, wrong or hang"
 	@echo "make setup   create the environment (a minute, once)"
+	@echo "make setup-ocr   RapidOCR, for describers of kind text"
 	@echo "make setup-cuda  PyTorch for NVIDIA GPUs and bitsandbytes (TORCH_INDEX=ADDRESS: of another CUDA version)"
 	@echo "make setup-jax-tpu, setup-xla-tpu  runtime jax or xla on a TPU VM, with libtpu"
 	@echo "make setup-xla  create the environment of runtime xla, $(VENV)-xla (6 GB, a minute, once)"
@@ -154,6 +155,11 @@ $(VENV)/stamp: pyproject.toml $(VENV)/base.stamp
 
 $(VENV)/dev.stamp: requirements/dev.txt $(VENV)/stamp
 	@echo "$(VENV): pytest, ruff, mypy, import-linter"
+	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
+setup-ocr: $(VENV)/ocr.stamp
+$(VENV)/ocr.stamp: requirements/ocr.txt $(VENV)/stamp
 	@$(call install,$(VENV)) --no-deps --requirements $<
 	@touch $@
 

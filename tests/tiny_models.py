@@ -43,6 +43,9 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
 )
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -452,6 +455,23 @@ def save_clip(folder: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps(VOCABULARY), encoding="utf-8")
 
 
+def save_classifier(folder: Path) -> None:
+    """Write a ViT that classifies 32 x 32 pictures, with image processor and three labels."""
+    torch.manual_seed(4)
+    config = ViTConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        image_size=32,
+        patch_size=8,
+        id2label={0: "drawing", 1: "Not Safe", 2: "photo"},
+        label2id={"drawing": 0, "Not Safe": 1, "photo": 2},
+    )
+    ViTForImageClassification(config).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+
+
 #: Folder name -> function that writes the folder.
 MODELS = {
     "tiny-sdxl": save_sdxl,
@@ -471,4 +491,5 @@ MODELS = {
     "tiny-qwen-image": save_qwen_image,
     "tiny-vae": save_vae,
     "tiny-clip": save_clip,
+    "tiny-classifier": save_classifier,
 }

@@ -14,7 +14,7 @@ from PIL import Image
 from configs.errors import Refused, naming
 from configs.secrets import one_line
 from runtimes.pipeline_folder.folder import read_config
-from tasks.describe.describers import Describer, Picture, Spec, check_labels, label_values
+from tasks.describe.describers import Describer, Picture, Spec, check_labels, has_cuda, label_values
 from tasks.evaluate import features
 
 Float32 = NDArray[np.float32]
@@ -22,6 +22,10 @@ Float32 = NDArray[np.float32]
 
 class Classifier(Describer):
     """The probability of each label: softmax, or sigmoid if the model's labels are no choice."""
+
+    @classmethod
+    def transform(cls, dtype: str) -> dict[str, Any]:
+        return {"dtype": dtype}
 
     @classmethod
     def check(cls, spec: Spec, setting: str, of: Spec | None) -> None:
@@ -127,7 +131,7 @@ class Onnx(Describer):
         options.log_severity_level = 3
         providers: list[Any] = ["CPUExecutionProvider"]
         kind, _, number = device.partition(":")
-        if kind in ("auto", "cuda") and _has_cuda(onnxruntime):
+        if kind in ("auto", "cuda") and has_cuda():
             providers.insert(0, ("CUDAExecutionProvider", {"device_id": int(number or 0)}))
         try:
             self._session = onnxruntime.InferenceSession(spec.model, options, providers)
@@ -170,7 +174,3 @@ class Onnx(Describer):
         except Exception as error:
             raise Refused(f"{self.spec.model} takes other pictures: {one_line(error)}") from None
         return np.concatenate(outputs, dtype=np.float32).reshape(len(prepared), -1)
-
-
-def _has_cuda(onnxruntime: Any) -> bool:
-    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()

@@ -31,6 +31,10 @@ class Clip(Describer):
     reads_captions = True
 
     @classmethod
+    def transform(cls, dtype: str) -> dict[str, Any]:
+        return {"dtype": dtype}
+
+    @classmethod
     def check(cls, spec: Spec, setting: str, of: Spec | None) -> None:
         features.check_clip(_folder(spec), f"{setting}.model")
 

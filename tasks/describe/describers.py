@@ -64,7 +64,7 @@ class Spec:
 
     kind: str
     settings: dict[str, Any]  # those in keys
-    transform: dict[str, Any]  # max_pixels; dtype of a model of `transformers`
+    transform: dict[str, Any]  # max_pixels and Describer.transform
     version: int = 1
     model: str | None = None  # local folder or file
     model_digest: str | None = None  # sha256 hex
@@ -119,10 +119,21 @@ class Describer(ABC):
 
     version: ClassVar[int] = 1  # raised when values change
     reads_captions: ClassVar[bool] = False
+    #: Whether a batch is filled up to its full size: a model's kernels depend on it.
+    fixed_batch: ClassVar[bool] = True
 
     def __init__(self, spec: Spec, device: str) -> None:
         self.spec = spec
         self.device = device
+
+    @classmethod
+    def transform(cls, dtype: str) -> dict[str, Any]:
+        """What determines values besides settings and model. Raises Refused.
+
+        Args:
+            dtype: describe.dtype.
+        """
+        return {}
 
     @classmethod
     def check(cls, spec: Spec, setting: str, of: Spec | None) -> None:
@@ -145,7 +156,14 @@ class Describer(ABC):
 
     @abstractmethod
     def describe(self, prepared: Sequence[Any]) -> Sequence[tuple[Any, ...]]:
-        """The values of each picture of a batch of a fixed size, in the order of `values`."""
+        """The values of each picture of a batch, in the order of `values`."""
+
+
+def has_cuda() -> bool:
+    """Whether onnxruntime computes on NVIDIA GPUs."""
+    import onnxruntime
+
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 
 
 def kind_of(spec: Spec) -> type[Describer]:
@@ -176,13 +194,13 @@ def _spec(chosen: Describe, name: str, max_pixels: int, before: Mapping[str, Spe
         if kind in FOLDERS:
             folder = resolve_model(describer.model, revision=describer.revision)
             spec = replace(spec, model=str(folder), model_digest=digest_model(folder))
-            spec = replace(spec, transform=transform | {"dtype": chosen.dtype})
         elif kind in FILES:
             file = resolve_file(getattr(describer, FILES[kind]))
             spec = replace(spec, model=str(file), model_digest=digest_model_file(file))
         if kind == "aesthetic":
             spec = replace(spec, of=before[describer.of].digest)
-        return replace(spec, version=kind_of(spec).version)
+        transform |= kind_of(spec).transform(chosen.dtype)
+        return replace(spec, version=kind_of(spec).version, transform=transform)
 
 
 def checks(recipe: Recipe, *, fetch: bool) -> Iterator[Check]:

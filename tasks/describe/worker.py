@@ -97,11 +97,10 @@ class _Table:
     def fill(self, batch: list[tuple[int, Any]], size: int) -> None:
         """Describe a batch of up to `size` pictures."""
         prepared = [one for _, one in batch]
-        padding = prepared[-1:] * (size - len(prepared))
+        if type(self.describer).fixed_batch:
+            prepared += prepared[-1:] * (size - len(prepared))
         names = [f"value_{name}" for name in type(self.describer).values(self.describer.spec)]
-        for (row, _), values in zip(
-            batch, self.describer.describe(prepared + padding), strict=False
-        ):
+        for (row, _), values in zip(batch, self.describer.describe(prepared), strict=False):
             self.described += 1
             if any(_is_nan(value) for value in values):
                 self.rows[row]["reason"] = "NaN"

@@ -13,8 +13,9 @@ from PIL import Image
 from safetensors.numpy import save_file
 from shortest_recipe import shortest_recipe
 from sklearn.datasets import load_digits
+from transformers import ViTForImageClassification, ViTImageProcessor
 
-from artifacts.image_shards import read_tar
+from artifacts.image_shards import Sample, read_tar
 from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
@@ -102,12 +103,7 @@ def test_every_picture_has_the_values_of_the_models_themselves(
     recipe = recipe_of(tmp_path, {"aesthetic": aesthetic, "clip": clip, "nsfw": NSFW})
     images = build(recipe)
     artifact = describe(recipe, images)
-    samples = {
-        (entry.sha256, row): sample
-        for entry in images.files
-        if entry.path.endswith(".tar")
-        for row, sample in enumerate(read_tar(images.url(entry.path)))
-    }
+    samples = samples_of(images)
     names = ("tar", "row", "id", "clip", "clip_likeness", "aesthetic", "nsfw_nude")
     found = rows(artifact, *names)
     assert [row[:2] for row in found] == sorted(samples)
@@ -125,6 +121,36 @@ def test_every_picture_has_the_values_of_the_models_themselves(
             text = unit(model.texts([sample.captions[0]]))
             assert likeness == pytest.approx(100 * (image @ text.T).item(), abs=1e-3)
         assert score == pytest.approx(scored(head, embedding), rel=1e-4)
+
+
+def test_a_classifier_has_a_column_for_each_label(
+    tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """As the model of `transformers` says, also with some of the labels."""
+    folder = tiny_model("tiny-classifier")
+    kinds = {"kind": {"kind": "classifier", "model": str(folder)}}
+    kinds["some"] = {**kinds["kind"], "labels": ["Not Safe"]}
+    recipe = recipe_of(tmp_path, kinds)
+    images = build(recipe)
+    artifact = describe(recipe, images)
+    model = ViTForImageClassification.from_pretrained(folder)
+    processor = ViTImageProcessor.from_pretrained(folder)
+    pictures = {s.source_sha256: s.image for s in samples_of(images).values()}
+    columns = ("kind_drawing", "kind_not_safe", "kind_photo", "some_not_safe")
+    for id_, *probabilities in rows(artifact, "id", *columns):
+        inputs = processor(images=pixels(pictures[id_]), return_tensors="pt")
+        expected = model(**inputs).logits.softmax(dim=1)[0].tolist()
+        assert probabilities == pytest.approx([*expected, expected[1]], abs=1e-5)
+
+
+def samples_of(images: Artifact) -> dict[tuple[str, int], Sample]:
+    """(sha256 of the tar, row) -> sample."""
+    return {
+        (entry.sha256, row): sample
+        for entry in images.files
+        if entry.path.endswith(".tar")
+        for row, sample in enumerate(read_tar(images.url(entry.path)))
+    }
 
 
 def pixels(data: bytes) -> np.ndarray:
@@ -213,6 +239,7 @@ def test_a_picture_that_cannot_be_read_has_nulls_and_a_reason(tmp_path: Path) ->
         ({"n": NSFW, "n_nude": {"kind": "aesthetic", "of": "c", "head": "HEAD"}}, "column n_nude"),
         ({"a": {"kind": "aesthetic", "of": "c", "head": NSFW["model"]}}, r"a\.head: .*safetensors"),
         ({"c2": {"kind": "clip", "model": "FOLDER"}}, r"c2\.model: .*no config\.json"),
+        ({"t": {"kind": "text"}}, r"describers\.t: it needs the package rapidocr.*make setup-ocr"),
         ({"k": {"kind": "classifier", "model": "CLIP"}}, r"k\.model: .*no image classifier"),
     ],
 )
