@@ -90,9 +90,7 @@ def describe(recipe: Recipe, images: Artifact | None = None) -> Artifact:
 
 
 def rows(artifact: Artifact, *columns: str) -> list[tuple[Any, ...]]:
-    with duckdb.connect() as db:
-        found = described(artifact, db, columns)
-        return found.order("tar, row").select(*columns).fetchall()
+    return duckdb.from_arrow(described(artifact, columns)).select(*columns).fetchall()
 
 
 def test_every_picture_has_the_values_of_the_models_themselves(
