@@ -313,6 +313,8 @@ class Models:
             yield from describers.checks(self.recipe, fetch=self.fetch)
         if "select" in self.stages and describers.are_local(self.recipe, fetch=self.fetch):
             yield Check("select", partial(check_names, self.recipe))
+        if "caption" in self.stages:
+            yield Check("captioner", self._captions)
 
     @cached_property
     def base(self) -> Base:
@@ -358,7 +360,11 @@ class Models:
             "evaluate.image_encoder": measured.image_encoder,
             **judges,
         }
-        others = {setting: (path, None) for setting, path in paths.items() if path is not None}
+        others: dict[str, tuple[str, str | None]] = {}
+        others |= {setting: (path, None) for setting, path in paths.items() if path is not None}
+        captions = self.recipe.caption
+        if captions is not None and captions.endpoint is None and "caption" in self.stages:
+            others["caption.model"] = captions.model, captions.revision
         return {"model.path": (model.path, model.revision), **others}
 
     def _folder(self, setting: str) -> Path:
@@ -422,6 +428,18 @@ class Models:
         if named is not None and self.fetch and "evaluate" in self.stages:
             assert self.measuring.inception is not None
             check_inception(self.measuring.inception, named)
+
+    def _captions(self) -> Iterator[Finding]:
+        captions = self.recipe.caption
+        assert captions is not None
+        if captions.endpoint is not None:
+            from tasks.caption.endpoint import check_endpoint, key_of  # with the download's client
+
+            yield from check_endpoint(captions.endpoint, key_of(self.recipe.publish.name))
+        elif self.can_open("caption"):
+            from tasks.caption.vision_language import check_vision_language
+
+            check_vision_language(self._folder("caption.model"))
 
 
 def _judge(name: str) -> str:

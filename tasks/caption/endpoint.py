@@ -10,7 +10,7 @@ import base64
 import json
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -18,14 +18,19 @@ from typing import Any
 from aiohttp import ClientError, ClientSession, ClientTimeout, StreamReader
 from PIL import Image
 
+from configs.checks import Finding, note
 from configs.errors import Away, Failed, UserError
 from configs.settings.caption import Endpoint
 from tasks.caption.captioner import Answer, Decoding, Keep, Question
 from tasks.caption.checks import clean
 from tasks.download.fetch_with_retries import run
 from tasks.download.http import retry_after
+from tasks.secret_blocks import secret
 
 SETTING = "caption.endpoint"
+#: Variable of the environment, and Prefect's secret block, with the key.
+KEY = "KILN_CAPTION_KEY"
+BLOCK = "caption-key"
 #: Statuses below 500 that may pass: a timeout, a conflict, too early, too many requests.
 PASSING = {408, 409, 425, 429}
 #: Maximum wait that a server can ask for, in seconds.
@@ -35,6 +40,11 @@ REST = 30.0
 #: Maximum bytes of an answer.
 MAX_ANSWER = 2**20
 QUOTED = 200  # characters of an error's text
+
+
+def key_of(model: str) -> str | None:
+    """The key of the servers, for the recipe that publishes a model; None: there is none."""
+    return secret(KEY, BLOCK, model)
 
 
 class _Passing(Exception):
@@ -77,8 +87,6 @@ class EndpointCaptioner:
         run(self._caption(questions, keep))
 
     async def _caption(self, questions: Iterable[Question], keep: Keep) -> None:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        timeout = ClientTimeout(total=self._settings.timeout)
         room = asyncio.Semaphore(2 * self._settings.max_connections)  # pictures in memory
         errors: list[Exception] = []
 
@@ -100,8 +108,7 @@ class EndpointCaptioner:
                 return None
 
         async with (
-            # A proxy of the environment would see the key.
-            ClientSession(headers=headers, timeout=timeout, trust_env=False) as session,
+            _session(self._settings, self._key) as session,
             asyncio.TaskGroup() as requests,  # those under way end before an error is raised
         ):
             while not errors and (question := await asyncio.to_thread(following)):
@@ -195,6 +202,37 @@ class EndpointCaptioner:
             setting=SETTING,
             remedy="correct its URL, model or key",
         )
+
+
+def check_endpoint(settings: Endpoint, key: str | None) -> Iterator[Finding]:
+    """Notes on servers that do not answer, or not with this key; earlier captions need neither."""
+    for url, answer in run(_statuses(settings, key)):
+        if not isinstance(answer, int):
+            yield note(f"{SETTING}: {url} does not answer ({answer})", "start it")
+        elif answer in (401, 403):
+            what = f"{SETTING}: {url} does not accept the key (status {answer})"
+            yield note(what, f"set {KEY}, or Prefect's secret block {BLOCK}")
+
+
+async def _statuses(settings: Endpoint, key: str | None) -> list[tuple[str, int | str]]:
+    """(URL, status of its list of models or name of the error) of each server."""
+    statuses: list[tuple[str, int | str]] = []
+    async with _session(settings, key) as session:
+        for url in settings.urls:
+            place = f"{url.rstrip('/')}/models"
+            try:
+                async with session.get(place, allow_redirects=False) as response:
+                    statuses.append((url, response.status))
+            except (ClientError, TimeoutError) as error:
+                statuses.append((url, type(error).__name__))
+    return statuses
+
+
+def _session(settings: Endpoint, key: str | None) -> ClientSession:
+    """A client that shows the key to servers alone, not to a proxy of the environment."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = ClientTimeout(total=settings.timeout)
+    return ClientSession(headers=headers, timeout=timeout, trust_env=False)
 
 
 async def _read(content: StreamReader) -> bytes:

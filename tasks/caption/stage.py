@@ -30,13 +30,10 @@ from tasks.code_version import runtime_facts, versions
 from tasks.encode.crop_to_bucket import BadSample, decode
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Report
-from tasks.secret_blocks import secret
 
 if TYPE_CHECKING:
     from tasks.devices.commit_shards import ShardTask
 
-KEY = "KILN_CAPTION_KEY"
-BLOCK = "caption-key"
 #: Earlier artifacts whose captions are used again, the newest first.
 EARLIER = 3
 EXAMPLES = "examples.json"
@@ -146,13 +143,18 @@ class CaptionStage(Stage):
         tasks = self._tasks(store)
         if not tasks:
             raise Failed("caption: no picture is chosen")
+        key = None
         is_endpoint = self.chosen.endpoint is not None
+        if is_endpoint:
+            from tasks.caption.endpoint import key_of
+
+            key = key_of(self.recipe.publish.name)
         plan = CaptioningPlan(
             settings=self.chosen.model_dump(mode="json"),
             prompts=self.prompts,
             max_pixels=self.recipe.download.max_pixels,
             model=None if self.model is None else str(self.model),
-            key=secret(KEY, BLOCK, self.recipe.publish.name) if is_endpoint else None,
+            key=key,
             device="cpu" if is_endpoint else self.chosen.device,
         )
         options = beam_options(self.recipe, "caption")

@@ -10,10 +10,11 @@ from typing import Any
 
 from PIL import Image
 
-from configs.errors import Refused
+from configs.errors import Refused, naming
 from configs.secrets import one_line
 from runtimes.data.loader import Prefetch
 from runtimes.pipeline_folder.folder import read_config
+from runtimes.pipeline_folder.weights import weight_shapes
 from tasks.caption.captioner import Answer, Decoding, Keep, Question
 from tasks.evaluate.features import batches
 
@@ -98,21 +99,35 @@ class VisionLanguageModel:
         return [Answer(text, cut) for text, cut in zip(texts, is_cut.tolist(), strict=True)]
 
 
+def check_vision_language(folder: Path) -> None:
+    """Raise Refused unless a folder has such a model with its processor; no weights are loaded."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    with naming("caption.model"):
+        kind = read_config(folder / "config.json").get("model_type")
+        if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            raise Refused(f"{folder} holds no vision-language model (its model_type is {kind})")
+        if not weight_shapes(folder):
+            raise Refused(f"{folder} has no .safetensors weights: fetch them")
+    with _loading(folder):
+        asked(processor_of(folder).templated, "")
+
+
 class Processor:
     """The model's inputs of RGB pictures and a prompt, padded on the left."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoProcessor
 
-        self._processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-        self.tokenizer = self._processor.tokenizer
+        self.templated = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = self.templated.tokenizer
         self.tokenizer.padding_side = "left"
 
     def __call__(self, pictures: Sequence[Image.Image], prompt: str) -> Any:
-        text = asked(self._processor, prompt)
+        text = asked(self.templated, prompt)
         images = [[picture] for picture in pictures]
         texts = [text] * len(images)
-        return self._processor(text=texts, images=images, padding=True, return_tensors="pt")
+        return self.templated(text=texts, images=images, padding=True, return_tensors="pt")
 
 
 class QwenProcessor:
@@ -128,6 +143,7 @@ class QwenProcessor:
         if self.tokenizer.chat_template is None:  # transformers 4 kept it in a file of its own
             template = read_config(folder / "chat_template.json")
             self.tokenizer.chat_template = template["chat_template"]
+        self.templated = self.tokenizer
         self._image_token = self.tokenizer.convert_ids_to_tokens(
             read_config(folder / "config.json")["image_token_id"]
         )
