@@ -143,7 +143,13 @@ def resolve_configs(path: str, *, revision: str | None = None) -> Path:
 
 
 def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
-    """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`.
+    """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`."""
+    files = model_files(folder, parts)
+    return digest_json({name: digest_model_file(file) for name, file in files.items()})
+
+
+def model_files(folder: Path, parts: tuple[str, ...] = ()) -> dict[str, Path]:
+    """Relative path -> file of a model, or of those in `parts`.
 
     In the hub's cache only the files count that this program fetches: others share that folder.
     """
@@ -154,7 +160,7 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     above = (place for place in folder.parents if place.name == "snapshots")
     if any((place.parent / "blobs").is_dir() for place in above):
         names = files_to_fetch(names)
-    return digest_json({name: digest_model_file(files[name]) for name in names})
+    return {name: files[name] for name in names}
 
 
 def files_to_fetch(names: Iterable[str]) -> list[str]:

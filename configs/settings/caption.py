@@ -85,9 +85,9 @@ class CaptionChecks(Section):
     scripts: tuple[Script, ...] = ()
     """Scripts of the language's letters, such as `[latin]`: a caption is bad if more than a tenth
     of its letters are of others. `[]`: any."""
-    min_likeness: float | None = setting(None, ge=-1, le=1)
-    """Minimum cosine of the CLIP embeddings of caption and picture; null: no check. A describer of
-    kind `clip` must be in `describe`."""
+    min_likeness: float | None = setting(None, ge=-100, le=100)
+    """Minimum of 100 times the cosine of the CLIP embeddings of caption and picture; null: no
+    check. It needs a describer of kind clip; the first one counts."""
 
 
 class Caption(Section):

@@ -359,6 +359,13 @@ class Recipe(Section):
             self.evaluate.refuse_changed(("offload",), runtime)
         if self.evaluate.device.startswith(("hpu", "npu")):
             self.evaluate.refuse_changed(("offload",), f"device: {self.evaluate.device}")
+        describers = self.describe.describers.values() if self.describe else ()
+        is_compared = self.caption and self.caption.checks.min_likeness is not None
+        if is_compared and all(describer.kind != "clip" for describer in describers):
+            yield (
+                "caption.checks.min_likeness requires embeddings of pictures: add a describer of "
+                "kind clip to describe.describers"
+            )
         if self.tpu is not None and self.runtime != "xla":
             yield f"tpu requires runtime xla, not {self.runtime}"
 

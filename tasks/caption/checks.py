@@ -37,7 +37,8 @@ def fault_of(text: str, checks: CaptionChecks, likeness: float | None = None) ->
     """The reason why a clean caption is bad, or None.
 
     Args:
-        likeness: cosine of the CLIP embeddings of caption and picture; None: not measured.
+        likeness: 100 times the cosine of the CLIP embeddings of caption and picture; None: not
+            measured.
     """
     if not text:
         return "empty"

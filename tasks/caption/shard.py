@@ -19,17 +19,13 @@ from PIL import Image
 
 from artifacts.errors import caching
 from artifacts.image_shards import read_tar
-from artifacts.models import cache_folder
+from artifacts.models import cache_folder, digest_model, fetch_model
 from configs.settings.caption import Caption
 from tasks.caption.captioner import Answer, Captioner, Decoding, Question
 from tasks.caption.checks import CUT_OFF, NO_ANSWER, UNREADABLE, clean, fault_of
-from tasks.caption.tables import (
-    SUFFIX,
-    CaptionedSample,
-    read_captions,
-    read_embeddings,
-    write_captions,
-)
+from tasks.caption.tables import SUFFIX, CaptionedSample, read_captions, write_captions
+from tasks.describe.describers import Spec
+from tasks.describe.tables import read_table
 from tasks.devices.processes import Facts, Worker
 from tasks.encode.crop_to_bucket import BadSample, decode
 from tasks.evaluate.features import Clip
@@ -49,7 +45,9 @@ class CaptioningPlan:
     prompts: dict[str, str]  # name -> digest of all that its captions depend on
     max_pixels: int
     model: str | None  # local folder; None: an endpoint captions
-    clip: str | None = None  # local folder of the CLIPModel for checks.min_likeness
+    model_digest: str = ""
+    model_url: str | None = None  # of a copy in the store, for workers without `model`
+    clip: Spec | None = None  # describer whose embeddings checks.min_likeness compares with
     key: str | None = field(default=None, repr=False)  # of the endpoint
     device: str = "auto"
 
@@ -58,7 +56,12 @@ class CaptioningPlan:
 
     def fetched(self) -> CaptioningPlan:
         """The plan with the models of this machine. Raises Refused."""
-        return self
+        plan = self if self.clip is None else replace(self, clip=self.clip.fetched())
+        if self.model_url is None:
+            return plan
+        return replace(
+            plan, model=str(fetch_model(self.model_url, self.model_digest, digest_model))
+        )
 
     def on(self, device: str, processes: int) -> CaptioningPlan:
         """The plan of one of several processes of this machine."""
@@ -67,7 +70,10 @@ class CaptioningPlan:
     def open(self) -> Worker:
         """Load the model in this process. Raises Refused."""
         settings = Caption.model_validate(self.settings)
-        clip = None if self.clip is None else Clip(Path(self.clip), self.device, "describe")
+        clip = None
+        if self.clip is not None:
+            assert self.clip.model is not None
+            clip = Clip(Path(self.clip.model), self.device, dtype=self.clip.transform["dtype"])
         return ShardCaptioner(self._captioner(settings), settings, self, clip)
 
     def _captioner(self, settings: Caption) -> Captioner:
@@ -81,6 +87,16 @@ class CaptioningPlan:
         assert self.model is not None
         model = Path(self.model), self.device, settings.dtype
         return VisionLanguageModel(*model, decoding, settings.prompts, settings.batch_size)
+
+
+@dataclass
+class _Known:
+    """What earlier tables have of the pictures of an image shard."""
+
+    ids: list[bytes] = field(default_factory=list)  # of all samples; empty: unknown
+    by_row: Answers = field(default_factory=dict)  # of the same image shard
+    #: (id, prompt's name) -> answer, of image shards that are gone
+    by_id: dict[tuple[bytes, str], Answer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,15 +115,16 @@ class ShardCaptioner:
         captions}, "bad_reasons": {reason: captions}, "without": pictures without a good caption}.
         """
         journal = Journal(request["sha256"])
-        ids, answers = self._known(request["known"])
-        answers |= journal.read(self.plan.prompts)
+        known = self._known(request)
+        ids = known.ids
+        answers: Answers = known.by_row | journal.read(self.plan.prompts)
         wanted = _wanted(request["rows"])
         if not ids or not all(
             (row, name) in answers
             for row in filter(wanted, range(len(ids)))
             for name in self.plan.prompts
         ):
-            ids = self._ask(request, wanted, answers, journal)
+            ids = self._ask(request, wanted, answers, known, journal)
         samples = [CaptionedSample(sample_id, {}) for sample_id in ids]
         rows = list(filter(wanted, range(len(ids))))
         likeness = self._likeness(request["described"], rows, answers)
@@ -118,26 +135,32 @@ class ShardCaptioner:
         facts = {"tar": request["sha256"], "prompts": self.plan.prompts}
         return {request["key"]: facts | _counts(samples, self.plan.prompts)}
 
-    def _known(self, tables: Iterable[dict[str, Any]]) -> tuple[list[bytes], Answers]:
-        """Ids and answers that earlier tables of the image shard have."""
-        ids: list[bytes] = []
-        answers: Answers = {}
-        for table in tables:
+    def _known(self, request: dict[str, Any]) -> _Known:
+        """What earlier tables have of the image shard's pictures."""
+        known = _Known()
+        for table in request["known"]:
             before = {digest: name for name, digest in table["prompts"].items()}
             names = {n: before[d] for n, d in self.plan.prompts.items() if d in before}
             samples = read_captions(table["url"], table["sha256"])
-            ids = [sample.id for sample in samples]
+            is_same = table["tar"] == request["sha256"]
+            if is_same:
+                known.ids = [sample.id for sample in samples]
             for row, sample in enumerate(samples):
                 for name, old in names.items():
                     if old in sample.texts:
-                        answers[row, name] = Answer(sample.texts[old], old in sample.cut)
-        return ids, answers
+                        answer = Answer(sample.texts[old], old in sample.cut)
+                        if is_same:
+                            known.by_row[row, name] = answer
+                        else:
+                            known.by_id[sample.id, name] = answer
+        return known
 
     def _ask(
         self,
         request: dict[str, Any],
         wanted: Callable[[int], bool],
         answers: Answers,
+        known: _Known,
         journal: Journal,
     ) -> list[bytes]:
         """Add the answers that are missing; return the ids of all samples."""
@@ -147,8 +170,13 @@ class ShardCaptioner:
         def questions() -> Iterator[Question]:
             for row, sample in enumerate(read_tar(request["tar"], request["sha256"])):
                 ids.append(sample.source_sha256)
+                if not wanted(row):
+                    continue
+                for name in self.plan.prompts:
+                    if (earlier := known.by_id.get((ids[row], name))) is not None:
+                        answers.setdefault((row, name), earlier)
                 missing = tuple(n for n in self.plan.prompts if (row, n) not in answers)
-                if not missing or not wanted(row):
+                if not missing:
                     continue
                 with suppress(BadSample):
                     picture = decode(sample.image, self.plan.max_pixels)
@@ -167,10 +195,11 @@ class ShardCaptioner:
     def _likeness(
         self, described: dict[str, Any] | None, rows: Sequence[int], answers: Answers
     ) -> dict[tuple[int, str], float]:
-        """(row, prompt) -> cosine of the CLIP embeddings of caption and picture."""
+        """(row, prompt) -> 100 times the cosine of the CLIP embeddings of caption and picture."""
         if self.clip is None or described is None:
             return {}
-        pictures = read_embeddings(described)
+        rows_of = read_table(described["url"], described["sha256"], ["row", "value_"]).to_pylist()
+        pictures = {r["row"]: r["value_"] for r in rows_of if r["value_"] is not None}
         given = {
             key: answer.text
             for row in rows
@@ -179,10 +208,9 @@ class ShardCaptioner:
         }
         if not given:
             return {}
-        cosines = cosine(
-            np.stack([pictures[row] for row, _ in given]), self.clip.texts([*given.values()])
-        )
-        return dict(zip(given, cosines.tolist(), strict=True))
+        embeddings = np.asarray([pictures[row] for row, _ in given], np.float32)
+        cosines = cosine(embeddings, self.clip.texts([*given.values()]))
+        return dict(zip(given, (100 * cosines).tolist(), strict=True))
 
     def _checked(
         self,
@@ -225,8 +253,8 @@ def caption_request(
         key: of the table.
         tar, sha256: URL and digest of the image shard.
         rows: of the pictures to caption, as `rows_in_hex`; None: all.
-        known: earlier tables of the image shard, as of tables_of.
-        described: url, sha256 and column of the table with the pictures' CLIP embeddings.
+        known: earlier tables with some of its pictures, as of tables_of.
+        described: url and sha256 of the table with the pictures' CLIP embeddings.
     """
     request = {"key": key, "tar": tar, "sha256": sha256, "rows": rows}
     return request | {"known": list(known), "described": described}
@@ -234,7 +262,7 @@ def caption_request(
 
 def rows_in_hex(rows: Iterable[int]) -> str:
     """Rows as the bits of a number, from the lowest."""
-    return f"{sum(1 << row for row in rows):x}"
+    return f"{sum(1 << row for row in set(rows)):x}"
 
 
 def _wanted(rows: str | None) -> Callable[[int], bool]:

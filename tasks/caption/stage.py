@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -16,20 +16,24 @@ from uuid import uuid4
 from PIL import Image, ImageOps
 
 from artifacts.image_shards import read_tar
-from artifacts.models import digest_model, resolve_model
+from artifacts.models import digest_model, model_files, put_model, resolve_model
 from artifacts.records import FileEntry, digest_json
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed, naming
 from configs.settings.caption import Caption
 from configs.settings.recipe import Recipe
-from tasks.beam.workers import REPORTS, beam_options, quiet_import
+from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, workers_of
 from tasks.build_or_reuse import Stage, recent_artifacts
 from tasks.caption.shard import STAGE, VERSION, CaptioningPlan, caption_request, rows_in_hex
 from tasks.caption.tables import RULE, Rule, captions_to_train, read_captions, tables_of
 from tasks.code_version import runtime_facts, versions
+from tasks.describe.describers import Spec, specs_of
+from tasks.describe.tables import EarlierTables
+from tasks.describe.tables import tables_of as tables_of_describe
 from tasks.encode.crop_to_bucket import BadSample, decode
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Report
+from tasks.select.selection import read_selection
 
 if TYPE_CHECKING:
     from tasks.devices.commit_shards import ShardTask
@@ -69,6 +73,13 @@ class CaptionStage(Stage):
         with naming("caption.model"):
             return resolve_model(self.chosen.model, revision=self.chosen.revision)
 
+    @cached_property
+    def clip(self) -> Spec | None:
+        """The describer whose embeddings captions are compared with; None: none. Raises Refused."""
+        if self.chosen.checks.min_likeness is None:
+            return None
+        return next(spec for spec in specs_of(self.recipe).values() if spec.kind == "clip")
+
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that affect the captions."""
@@ -82,6 +93,8 @@ class CaptionStage(Stage):
             inputs["selected"] = self.selected.digest
         if self.model is not None:
             inputs["model"] = digest_model(self.model)
+        if self.clip is not None:
+            inputs["clip"] = self.clip.digest
         return inputs
 
     @property
@@ -143,21 +156,25 @@ class CaptionStage(Stage):
         tasks = self._tasks(store)
         if not tasks:
             raise Failed("caption: no picture is chosen")
-        key = None
+        options = beam_options(self.recipe, "caption")
+        is_remote = workers_of(options) is Workers.REMOTE
         is_endpoint = self.chosen.endpoint is not None
-        if is_endpoint:
-            from tasks.caption.endpoint import key_of
-
-            key = key_of(self.recipe.publish.name)
         plan = CaptioningPlan(
             settings=self.chosen.model_dump(mode="json"),
             prompts=self.prompts,
             max_pixels=self.recipe.download.max_pixels,
-            model=None if self.model is None else str(self.model),
-            key=key,
+            model=None,
+            clip=self.clip.put(store) if self.clip and is_remote else self.clip,
             device="cpu" if is_endpoint else self.chosen.device,
         )
-        options = beam_options(self.recipe, "caption")
+        if is_endpoint:
+            from tasks.caption.endpoint import key_of  # seconds to import
+
+            plan = replace(plan, key=key_of(self.recipe.publish.name))
+        if self.model is not None:
+            digest = self.inputs["model"]
+            url = put_model(store, digest, model_files(self.model)) if is_remote else None
+            plan = replace(plan, model=str(self.model), model_digest=digest, model_url=url)
         processes = None if is_endpoint else self.chosen.processes
         dofn = CommitShards(store.url, reports, plan, processes)
         return commit_shards(tasks, store, dofn, options, progress)
@@ -168,18 +185,22 @@ class CaptionStage(Stage):
 
         rows_of = self._kept_rows()
         known = self._earlier(store)
-        checks = self.settings["checks"]
+        described = {} if self.described is None else tables_of_describe(self.described)
+        facts = {"stage": STAGE, "version": VERSION, "prompts": self.prompts}
+        facts |= {"checks": self.settings["checks"], "clip": self.inputs.get("clip")}
         tasks = {}
         for entry in self._tars():
             rows = None if rows_of is None else rows_of.get(entry.sha256, [])
             if rows == []:
                 continue
             kept = None if rows is None else rows_in_hex(rows)
-            facts = {"stage": STAGE, "version": VERSION, "tar": entry.sha256, "rows": kept}
-            key = digest_json(facts | {"prompts": self.prompts, "checks": checks})
-            request = caption_request(
-                key, self.images.url(entry.path), entry.sha256, kept, known.get(entry.sha256, ())
-            )
+            key = digest_json(facts | {"tar": entry.sha256, "rows": kept})
+            place = self.images.url(entry.path), entry.sha256
+            embeddings = None
+            if self.clip is not None and self.described is not None:
+                table = described[entry.sha256][self.clip.digest]
+                embeddings = {"url": self.described.url(table.path), "sha256": table.sha256}
+            request = caption_request(key, *place, kept, known.get(entry.sha256, ()), embeddings)
             count = entry.meta["samples"] if rows is None else len(rows)
             tasks[key] = ShardTask((key,), request, count)
         return list(tasks.values())
@@ -189,21 +210,36 @@ class CaptionStage(Stage):
 
     def _kept_rows(self) -> dict[str, list[int]] | None:
         """Sha256 of an image shard -> its chosen rows; None: all are chosen."""
-        return None
+        if self.selected is None:
+            return None
+        entries = read_selection(self.selected)
+        rows = entries.filter(entries["kept"]).group_by("tar").aggregate([("row", "list")])
+        return dict(zip(rows["tar"].to_pylist(), rows["row_list"].to_pylist(), strict=True))
 
     def _earlier(self, store: Store) -> dict[str, list[dict[str, Any]]]:
-        """Sha256 of an image shard -> earlier tables with captions of the same prompts."""
+        """Sha256 of an image shard -> earlier tables with captions of its pictures.
+
+        They have captions of the same prompts, and are of the image shard, or of one that is gone.
+        """
         known: dict[str, list[dict[str, Any]]] = {}
+        tars = {entry.sha256 for entry in self._tars()}
         digests = set(self.prompts.values())
         alike = (
             artifact
             for artifact in recent_artifacts(store, STAGE)
             if artifact and digests & set(artifact.summary["prompts"].values())
         )
-        for artifact in islice(alike, EARLIER):
-            if (whole := store.load(STAGE, artifact.key)) is not None:
-                for sha256, table in tables_of(whole).items():
-                    known.setdefault(sha256, []).append(table)
+        for recent in islice(alike, EARLIER):
+            if (artifact := store.load(STAGE, recent.key)) is None:
+                continue
+            tables = tables_of(artifact)
+            for tar in tables.keys() & tars:
+                known.setdefault(tar, []).append(tables[tar])
+            gone = {e.meta["tar"]: {STAGE: e} for e in artifact.files if "tar" in e.meta}
+            gone = {tar: entries for tar, entries in gone.items() if tar not in tars}
+            beside = EarlierTables(artifact, gone).beside(self.images, tars - known.keys())
+            for tar, others in beside.items():
+                known.setdefault(tar, []).extend(tables[other] for other in others)
         return known
 
     def _write_examples(self, draft: Draft, shards: Sequence[Shard], rule: Rule) -> None:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from artifacts.records import canonical_json, open_checked
+from artifacts.records import canonical_json
 from artifacts.store import Artifact
 from configs.settings.caption import Caption
+from tasks.describe.tables import read_table
 
 SUFFIX = ".parquet"
 #: File of an artifact: the rule by which training reads its captions.
@@ -84,9 +82,10 @@ def captions_to_train(
 
 
 def tables_of(artifact: Artifact) -> dict[str, dict[str, Any]]:
-    """Sha256 of an image shard's tar -> url, sha256 and prompts of its table."""
+    """Sha256 of an image shard's tar -> tar, url, sha256 and prompts of its table."""
     return {
         entry.meta["tar"]: {
+            "tar": entry.meta["tar"],
             "url": artifact.url(entry.path),
             "sha256": entry.sha256,
             "prompts": entry.meta["prompts"],
@@ -98,24 +97,7 @@ def tables_of(artifact: Artifact) -> dict[str, dict[str, Any]]:
 
 def read_captions(url: str, sha256: str) -> list[CaptionedSample]:
     """The rows of a table, in order. Raises Damaged."""
-    return [_sample(row) for row in _read(url, sha256).to_pylist()]
-
-
-def read_embeddings(table: Mapping[str, Any]) -> dict[int, NDArray[np.float32]]:
-    """Row -> embedding f32 [D] of a description, of the pictures that have one.
-
-    Args:
-        table: its url, sha256 and the column of embeddings.
-    """
-    rows = _read(table["url"], table["sha256"], ["row", table["column"]]).to_pylist()
-    column = table["column"]
-    return {r["row"]: np.asarray(r[column], np.float32) for r in rows if r[column] is not None}
-
-
-def _read(url: str, sha256: str, columns: list[str] | None = None) -> pa.Table:
-    with open_checked(url, sha256) as stream:
-        data = stream.read()
-    return pq.read_table(BytesIO(data), columns=columns, pre_buffer=False)
+    return [_sample(row) for row in read_table(url, sha256).to_pylist()]
 
 
 def _sample(row: dict[str, Any]) -> CaptionedSample:

@@ -26,7 +26,7 @@ from artifacts.models import (
     digest_model,
     digest_model_file,
     fetch_model,
-    files_below,
+    model_files,
     put_model,
     resolve_file,
     resolve_model,
@@ -83,9 +83,7 @@ class Spec:
         if self.model is None or self.model_digest is None:
             return self
         path = Path(self.model)
-        names = {path.name: path}
-        if path.is_dir():
-            names = {file.relative_to(path).as_posix(): file for file in files_below(path)}
+        names = model_files(path) if path.is_dir() else {path.name: path}
         return replace(self, model_url=put_model(store, self.model_digest, names))
 
     def fetched(self) -> Spec:

@@ -1,19 +1,34 @@
 """The caption stage: real captioners, what is captioned again, and what is bad about captions."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from caption_server import CaptionServer
+from download_stage import build
 from encode_stage import images_of, pictures_of
+from picture_sources import make_pictures, write_folder
+from PIL import Image
 from shortest_recipe import shortest_recipe
 from tiny_vision_language import save_vision_language
 
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Failed
+from configs.settings.recipe import Recipe
+from tasks.build_or_reuse import Stage
 from tasks.caption.stage import CaptionStage
 from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
+from tasks.describe.stage import DescribeStage
+from tasks.describe.tables import described
+from tasks.evaluate.features import Clip
+from tasks.evaluate.judges import cosine
 from tasks.panels import to_markdown
+from tasks.select.selection import FILE
 
 #: Random weights give no sentence: they repeat, and never end.
 LENIENT = {"cut_off": False, "max_repetition": 1.0}
@@ -24,9 +39,14 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_vision_language(tmp_path_factory.mktemp("vision-language"))
 
 
-def caption_images(store: Store, images: Artifact, caption: dict[str, Any]) -> Artifact:
+def caption_images(
+    store: Store, images: Artifact, caption: dict[str, Any], selected: Artifact | None = None
+) -> Artifact:
     recipe = shortest_recipe(store=store.url, caption=caption)
-    stage = CaptionStage(recipe, images)
+    return built(CaptionStage(recipe, images, selected), store)
+
+
+def built(stage: Stage, store: Store) -> Artifact:
     draft = store.draft(stage.parts)
     artifact = draft.commit(stage.build(draft, lambda *_: None), {})
     stage.check(artifact.summary)
@@ -88,6 +108,90 @@ def test_one_changed_prompt_asks_that_prompt_alone(tmp_path: Path) -> None:
         )
     assert server.asked == []
     assert strict.summary["bad"] == {"too long": 20}
+
+
+def test_chosen_pictures_alone_are_captioned_and_a_wider_choice_asks_the_new_ones(
+    tmp_path: Path,
+) -> None:
+    store = Store(str(tmp_path / "store"))
+    images = images_of(store, pictures_of(shards=2, each=5), tmp_path)
+
+    def choose(kept: list[int]) -> Artifact:
+        tars = [entry.sha256 for entry in images.files]
+        rows = [{"tar": tar, "row": n, "kept": n in kept} for tar in tars for n in range(5)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / FILE)
+        draft = store.draft(KeyParts("select", 1, {"kept": kept}, {}))
+        draft.upload(str(tmp_path / FILE), FILE)
+        return draft.commit({}, {})
+
+    with CaptionServer() as server:
+        few = caption_images(store, images, served(server), choose([1, 3]))
+        assert len(server.asked) == 4
+        samples = captions_of(few).values()
+        assert [bool(sample.good) for sample in samples] == [False, True, False, True, False] * 2
+        caption_images(store, images, served(server), choose([0, 1, 3]))
+    assert len(server.asked) == 6
+
+
+def recipe_of_folder(folder: Path, count: int = 24, **sections: Any) -> Recipe:
+    """Of pictures in image shards of about four."""
+    if not (folder / "pictures").exists():
+        write_folder(folder / "pictures", make_pictures(count))
+    return shortest_recipe(
+        store=str(folder / "store"),
+        source={"kind": "folder", "path": str(folder / "pictures")},
+        download={"image_size": 32, "min_image_size": 16, "shard_size": 4},
+        **sections,
+    )
+
+
+def test_one_changed_picture_is_captioned_alone(tmp_path: Path) -> None:
+    with CaptionServer() as server:
+        recipe = recipe_of_folder(tmp_path, caption=served(server))
+        store = Store(recipe.store)
+        before = built(CaptionStage(recipe, build(recipe)), store)
+        assert len(server.asked) == 24
+        server.asked.clear()
+        changed = sorted((tmp_path / "pictures").rglob("*.png"))[7]
+        Image.new("RGB", (40, 40), "red").save(changed)
+        after = built(CaptionStage(recipe, build(recipe)), store)
+    assert len(server.asked) == 1
+    samples = captions_of(before)
+    assert sum(sample == samples.get(i) for i, sample in captions_of(after).items()) == 23
+
+
+def test_captions_unlike_their_pictures_are_bad(
+    tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    clip = tiny_model("tiny-clip")
+    describe = {"describers": {"eyes": {"kind": "clip", "model": str(clip)}}, "device": "cpu"}
+    with CaptionServer() as server:
+        limit = 0.0
+        expected: dict[bytes, float] = {}
+        for _ in range(2):
+            caption = served(server, checks={"min_likeness": limit}, max_bad=1)
+            recipe = recipe_of_folder(tmp_path, count=8, describe=describe, caption=caption)
+            store = Store(recipe.store)
+            images = build(recipe)
+            described_images = built(DescribeStage(recipe, images), store)
+            captioned = built(CaptionStage(recipe, images, None, described_images), store)
+            samples = captions_of(captioned)
+            if not expected:
+                model = Clip(clip, "cpu")
+                embeddings = described(described_images, duckdb.connect()).project("id, eyes")
+                for sample_id, embedding in embeddings.fetchall():
+                    text = model.texts([samples[sample_id].texts["short"]])
+                    expected[sample_id] = 100 * float(cosine(np.array([embedding]), text)[0])
+                limit = float(np.median([*expected.values()]))
+    assert len(server.asked) == 8  # another limit asks nothing
+    unlike = {i for i, sample in samples.items() if "unlike the picture" in sample.reasons.values()}
+    assert unlike == {i for i, likeness in expected.items() if likeness < limit}
+    assert 0 < len(unlike) < 8
+
+
+def test_likeness_without_embeddings_is_refused_before_work(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="min_likeness requires embeddings of pictures"):
+        recipe_of_folder(tmp_path, caption={"checks": {"min_likeness": 20}})
 
 
 def test_captions_before_an_outage_are_kept(tmp_path: Path) -> None:
