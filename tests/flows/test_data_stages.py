@@ -13,7 +13,7 @@ from published import folder, manifest, outcomes
 from artifacts.latent_shards import open_latents
 from artifacts.store import Store
 from configs.settings.recipe import STAGES
-from tasks.describe.tables import read_described
+from tasks.describe.tables import described
 from tasks.select.selection import read_selection
 
 pytestmark = pytest.mark.slow
@@ -40,15 +40,15 @@ def test_a_changed_threshold_describes_nothing_and_encodes_only_what_is_new(
         report = run_here("digits", {**given, **where}, until="encode")
         return report, int((sharpness >= threshold).sum())
 
-    described = run_here("digits", given, until="describe")
-    artifact = Store(store).load("describe", described["stages"]["describe"]["key"])
+    first = run_here("digits", given, until="describe")
+    artifact = Store(store).load("describe", first["stages"]["describe"]["key"])
     assert artifact is not None
-    sharpness = read_described(artifact).read_all()["quality_sharpness"].to_numpy()
+    sharpness = described(artifact).read_all()["quality_sharpness"].to_numpy()
     tables = shards(store, "describe")
 
-    half, first = chosen(0.5)
+    half, least = chosen(0.5)
     encoded = shards(store, "encode")
-    assert manifest(half, "encode")["summary"]["samples"] == first
+    assert manifest(half, "encode")["summary"]["samples"] == least
 
     quarter, count = chosen(0.25)
     assert outcomes(quarter) == {
@@ -63,7 +63,7 @@ def test_a_changed_threshold_describes_nothing_and_encodes_only_what_is_new(
     assert {name: after[name] for name in encoded} == encoded
     refs = open_latents(str(folder(most, "encode"))).shards
     new = [ref for ref in refs if ref.url.rpartition("/")[2] not in encoded]
-    assert sum(sum(ref.groups.values()) for ref in new) == more - first
+    assert sum(sum(ref.groups.values()) for ref in new) == more - least
     assert shards(store, "describe") == tables
     assert manifest(most, "encode")["summary"]["samples"] == more
 
