@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from tasks.devices.processes import Facts, Worker
 from tasks.encode.crop_to_bucket import BadSample, decode
 from tasks.evaluate.features import Clip
 from tasks.evaluate.judges import cosine
+from tasks.pictures import PictureShard
 
 STAGE = "caption"
 #: Raised when the meaning of tables changes.
@@ -118,15 +119,10 @@ class ShardCaptioner:
         known = self._known(request)
         ids = known.ids
         answers: Answers = known.by_row | journal.read(self.plan.prompts)
-        wanted = _wanted(request["rows"])
-        if not ids or not all(
-            (row, name) in answers
-            for row in filter(wanted, range(len(ids)))
-            for name in self.plan.prompts
-        ):
-            ids = self._ask(request, wanted, answers, known, journal)
+        rows = request["rows"]
+        if not ids or {(row, n) for row in rows for n in self.plan.prompts} - answers.keys():
+            ids = self._ask(request, answers, known, journal)
         samples = [CaptionedSample(sample_id, {}) for sample_id in ids]
-        rows = list(filter(wanted, range(len(ids))))
         likeness = self._likeness(request["described"], rows, answers)
         for row in rows:
             samples[row] = self._checked(row, ids[row], answers, likeness)
@@ -156,21 +152,17 @@ class ShardCaptioner:
         return known
 
     def _ask(
-        self,
-        request: dict[str, Any],
-        wanted: Callable[[int], bool],
-        answers: Answers,
-        known: _Known,
-        journal: Journal,
+        self, request: dict[str, Any], answers: Answers, known: _Known, journal: Journal
     ) -> list[bytes]:
         """Add the answers that are missing; return the ids of all samples."""
         ids: list[bytes] = []
+        rows = set(request["rows"])
         size = self.settings.image_size
 
         def questions() -> Iterator[Question]:
             for row, sample in enumerate(read_tar(request["tar"], request["sha256"])):
                 ids.append(sample.source_sha256)
-                if not wanted(row):
+                if row not in rows:
                     continue
                 for name in self.plan.prompts:
                     if (earlier := known.by_id.get((ids[row], name))) is not None:
@@ -241,9 +233,7 @@ class ShardCaptioner:
 
 def caption_request(
     key: str,
-    tar: str,
-    sha256: str,
-    rows: str | None,
+    shard: PictureShard,
     known: Sequence[dict[str, Any]] = (),
     described: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -251,25 +241,13 @@ def caption_request(
 
     Args:
         key: of the table.
-        tar, sha256: URL and digest of the image shard.
-        rows: of the pictures to caption, as `rows_in_hex`; None: all.
+        shard: the pictures to caption.
         known: earlier tables with some of its pictures, as of tables_of.
         described: url and sha256 of the table with the pictures' CLIP embeddings.
     """
-    request = {"key": key, "tar": tar, "sha256": sha256, "rows": rows}
-    return request | {"known": list(known), "described": described}
-
-
-def rows_in_hex(rows: Iterable[int]) -> str:
-    """Rows as the bits of a number, from the lowest."""
-    return f"{sum(1 << row for row in set(rows)):x}"
-
-
-def _wanted(rows: str | None) -> Callable[[int], bool]:
-    if rows is None:
-        return lambda row: True
-    bits = int(rows, 16)
-    return lambda row: bool(bits >> row & 1)
+    place = {"tar": shard.tar, "sha256": shard.sha256}
+    rows = [row for row, is_chosen in enumerate(shard.mask) if is_chosen]
+    return {"key": key, **place, "rows": rows, "known": list(known), "described": described}
 
 
 def _counts(samples: Iterable[CaptionedSample], prompts: Iterable[str]) -> dict[str, Any]:

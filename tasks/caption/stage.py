@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -17,14 +17,14 @@ from PIL import Image, ImageOps
 
 from artifacts.image_shards import read_tar
 from artifacts.models import digest_model, model_files, put_model, resolve_model
-from artifacts.records import FileEntry, digest_json
+from artifacts.records import digest_json
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed, naming
 from configs.settings.caption import Caption
 from configs.settings.recipe import Recipe
 from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, workers_of
 from tasks.build_or_reuse import Stage, recent_artifacts
-from tasks.caption.shard import STAGE, VERSION, CaptioningPlan, caption_request, rows_in_hex
+from tasks.caption.shard import STAGE, VERSION, CaptioningPlan, caption_request
 from tasks.caption.tables import RULE, Rule, captions_to_train, read_captions, tables_of
 from tasks.code_version import runtime_facts, versions
 from tasks.describe.describers import Spec, specs_of
@@ -32,8 +32,8 @@ from tasks.describe.tables import EarlierTables
 from tasks.describe.tables import tables_of as tables_of_describe
 from tasks.encode.crop_to_bucket import BadSample, decode
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
+from tasks.pictures import Pictures, PictureShard
 from tasks.progress import Report
-from tasks.select.selection import read_selection
 
 if TYPE_CHECKING:
     from tasks.devices.commit_shards import ShardTask
@@ -183,38 +183,24 @@ class CaptionStage(Stage):
         """What to caption, once for image shards with equal bytes."""
         from tasks.devices.commit_shards import ShardTask
 
-        rows_of = self._kept_rows()
         known = self._earlier(store)
         described = {} if self.described is None else tables_of_describe(self.described)
         facts = {"stage": STAGE, "version": VERSION, "prompts": self.prompts}
         facts |= {"checks": self.settings["checks"], "clip": self.inputs.get("clip")}
         tasks = {}
-        for entry in self._tars():
-            rows = None if rows_of is None else rows_of.get(entry.sha256, [])
-            if rows == []:
-                continue
-            kept = None if rows is None else rows_in_hex(rows)
-            key = digest_json(facts | {"tar": entry.sha256, "rows": kept})
-            place = self.images.url(entry.path), entry.sha256
+        for shard in self._shards:
+            key = digest_json(facts | {"tar": shard.sha256, "rows": shard.rows})
             embeddings = None
             if self.clip is not None and self.described is not None:
-                table = described[entry.sha256][self.clip.digest]
+                table = described[shard.sha256][self.clip.digest]
                 embeddings = {"url": self.described.url(table.path), "sha256": table.sha256}
-            request = caption_request(key, *place, kept, known.get(entry.sha256, ()), embeddings)
-            count = entry.meta["samples"] if rows is None else len(rows)
-            tasks[key] = ShardTask((key,), request, count)
+            request = caption_request(key, shard, known.get(shard.sha256, ()), embeddings)
+            tasks[key] = ShardTask((key,), request, int(shard.mask.sum()))
         return list(tasks.values())
 
-    def _tars(self) -> Iterator[FileEntry]:
-        return (entry for entry in self.images.files if entry.path.endswith(".tar"))
-
-    def _kept_rows(self) -> dict[str, list[int]] | None:
-        """Sha256 of an image shard -> its chosen rows; None: all are chosen."""
-        if self.selected is None:
-            return None
-        entries = read_selection(self.selected)
-        rows = entries.filter(entries["kept"]).group_by("tar").aggregate([("row", "list")])
-        return dict(zip(rows["tar"].to_pylist(), rows["row_list"].to_pylist(), strict=True))
+    @cached_property
+    def _shards(self) -> list[PictureShard]:
+        return Pictures(self.images, self.selected).shards
 
     def _earlier(self, store: Store) -> dict[str, list[dict[str, Any]]]:
         """Sha256 of an image shard -> earlier tables with captions of its pictures.
@@ -222,7 +208,7 @@ class CaptionStage(Stage):
         They have captions of the same prompts, and are of the image shard, or of one that is gone.
         """
         known: dict[str, list[dict[str, Any]]] = {}
-        tars = {entry.sha256 for entry in self._tars()}
+        tars = {entry.sha256 for entry in self.images.files}
         digests = set(self.prompts.values())
         alike = (
             artifact
@@ -244,7 +230,7 @@ class CaptionStage(Stage):
 
     def _write_examples(self, draft: Draft, shards: Sequence[Shard], rule: Rule) -> None:
         """Write pictures and captions of the first image shard, for people."""
-        tars = {entry.sha256: self.images.url(entry.path) for entry in self._tars()}
+        tars = {shard.sha256: shard.tar for shard in self._shards}
         shard = shards[0]
         store = draft.store
         table = store.shard_url(STAGE, shard.files[0].path), shard.files[0].sha256

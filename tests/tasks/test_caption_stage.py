@@ -1,10 +1,9 @@
 """The caption stage: real captioners, what is captioned again, and what is bad about captions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +23,7 @@ from tasks.build_or_reuse import Stage
 from tasks.caption.stage import CaptionStage
 from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
 from tasks.describe.stage import DescribeStage
-from tasks.describe.tables import described
+from tasks.describe.tables import read_table
 from tasks.evaluate.features import Clip
 from tasks.evaluate.judges import cosine
 from tasks.panels import to_markdown
@@ -118,7 +117,9 @@ def test_chosen_pictures_alone_are_captioned_and_a_wider_choice_asks_the_new_one
 
     def choose(kept: list[int]) -> Artifact:
         tars = [entry.sha256 for entry in images.files]
-        rows = [{"tar": tar, "row": n, "kept": n in kept} for tar in tars for n in range(5)]
+        rows = [
+            {"tar": tar, "row": n, "kept": n in kept, "id": b""} for tar in tars for n in range(5)
+        ]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / FILE)
         draft = store.draft(KeyParts("select", 1, {"kept": kept}, {}))
         draft.upload(str(tmp_path / FILE), FILE)
@@ -160,6 +161,12 @@ def test_one_changed_picture_is_captioned_alone(tmp_path: Path) -> None:
     assert sum(sample == samples.get(i) for i, sample in captions_of(after).items()) == 23
 
 
+def embeddings_of(artifact: Artifact) -> Iterator[tuple[bytes, list[float]]]:
+    for entry in artifact.files:
+        table = read_table(artifact.url(entry.path), entry.sha256, ["id", "value_"])
+        yield from ((row["id"], row["value_"]) for row in table.to_pylist())
+
+
 def test_captions_unlike_their_pictures_are_bad(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -178,8 +185,7 @@ def test_captions_unlike_their_pictures_are_bad(
             samples = captions_of(captioned)
             if not expected:
                 model = Clip(clip, "cpu")
-                embeddings = described(described_images, duckdb.connect()).project("id, eyes")
-                for sample_id, embedding in embeddings.fetchall():
+                for sample_id, embedding in embeddings_of(described_images):
                     text = model.texts([samples[sample_id].texts["short"]])
                     expected[sample_id] = 100 * float(cosine(np.array([embedding]), text)[0])
                 limit = float(np.median([*expected.values()]))
