@@ -20,7 +20,6 @@ The models are loaded before the clock starts, on both sides.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -31,12 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from artifacts.image_shards import Sample, write_tar
-from artifacts.records import digest_bytes
+from artifacts.image_shards import Sample
 from artifacts.store import Store
-from bench import benchmark_inputs
+from bench import benchmark_inputs, devices
 from bench.report import Meter, Row, Skip, option_parser, spread
 from bench.run_diffusers_scripts import SCRIPTS, add_peer_options
 from bench.stand_in_encoder import NAME, registered
@@ -45,7 +42,7 @@ from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
 from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
-from tasks.devices.processes import DevicePool, DeviceProcess
+from tasks.devices.processes import DevicePool
 from tasks.encode.crop_to_bucket import TransformSettings, decode, transform
 from tasks.encode.encoders import EncodingPlan, encode_request
 from tasks.pictures import PictureShard
@@ -210,35 +207,18 @@ def _compare(
 
 def devices_row(context: Context, name: str, *, size: Size) -> Row:
     """`scaling_N`: rate on N devices, divided by N times the rate on one; 1 is linear."""
-    counts = (1, 2, 4)
     job = _stand_in_job(size)
-    pools = {count: _pool(job, size, count) for count in counts}
+    pools = {count: _pool(job, size, count) for count in devices.COUNTS}
     shards = {
         count: _write_shards(context.folder / f"images{count}", size, count * size.shards)
-        for count in counts
+        for count in devices.COUNTS
     }
 
-    def side(count: int, folder: Path) -> float:
+    def rate(count: int, folder: Path) -> float:
         seconds, _ = _stage(folder, shards[count], pools[count], job, size)
         return count * size.total / seconds
 
-    results = context.alternate(*(partial(side, count) for count in counts))
-    rates = dict(zip(counts, results, strict=True))
-    limit = size.batch / size.seconds  # of one device
-    figures: dict[str, Any] = {
-        f"pictures_per_second_on_{count}": spread(rates[count]) for count in counts
-    }
-    figures |= {
-        f"device_busy_on_{count}": spread([rate / limit / count for rate in rates[count]])
-        for count in counts
-    }
-    ratios = {
-        f"scaling_{count}": spread(
-            [rate / count / single for rate, single in zip(rates[count], rates[1], strict=True)]
-        )["median"]
-        for count in counts[1:]
-    }
-    return Row(name, ratios, figures)
+    return devices.scaling_row(context, name, rate, size.batch / size.seconds)
 
 
 def published_row(context: Context, name: str, *, encoders: Encoders) -> Row:
@@ -337,12 +317,10 @@ def _stand_in_job(size: Size) -> EncodeJob:
     return EncodeJob(NAME, str(size.seconds), batch_size=size.batch, device="cpu")
 
 
-def _pool(job: EncodeJob, size: Size, devices: int = 1) -> DevicePool:
+def _pool(job: EncodeJob, size: Size, count: int = 1) -> DevicePool:
     """The stage's encoders, started; a stand-in has a process for each device."""
     plan = EncodingPlan(job, _transform(size))
-    if job.runtime != NAME:
-        return DevicePool(plan)
-    return DevicePool(plan, devices, partial(DeviceProcess, module="bench.stand_in_encoder"))
+    return DevicePool(plan) if job.runtime != NAME else devices.stand_in_pool(plan, count)
 
 
 def _transform(size: Size) -> TransformSettings:
@@ -367,29 +345,15 @@ def _write_model(folder: Path) -> Path:
 
 
 def _samples(size: Size, shard: int) -> list[Sample]:
-    """Pictures of smooth noise as JPEG files; each has a caption of its own."""
-    random = np.random.default_rng(shard)
-    samples = []
-    for number in range(size.pictures):
-        small = random.integers(0, 256, (16, 16, 3), np.uint8)
-        picture = Image.fromarray(small).resize((2 * size.side,) * 2, Image.Resampling.BICUBIC)
-        buffer = io.BytesIO()
-        picture.save(buffer, "jpeg", quality=90)
-        meta = {"sha256": digest_bytes(buffer.getvalue())}
-        caption = f"picture {number} of shard {shard}"
-        samples.append(Sample(f"{number:06}", buffer.getvalue(), "jpg", (caption,), meta))
-    return samples
+    return devices.samples(shard, size.pictures, 2 * size.side)
 
 
 def _write_shards(folder: Path, size: Size, shards: int | None = None) -> list[ShardTask]:
-    folder.mkdir()
+    tars = devices.write_tars(folder, shards or size.shards, size.pictures, 2 * size.side)
     tasks = []
-    for number in range(shards or size.shards):
-        path = folder / f"{number}.tar"
-        write_tar(path, _samples(size, number))
+    for number, (path, sha256) in enumerate(tars):
         key = f"{number:064x}"
-        sha256 = digest_bytes(path.read_bytes())
-        pictures = PictureShard(path.name, str(path), sha256, size.pictures)
+        pictures = PictureShard(path, path, sha256, size.pictures)
         tasks.append(ShardTask((key,), encode_request(key, pictures), size.pictures))
     return tasks
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -77,12 +78,23 @@ def tables_of(artifact: Artifact) -> dict[str, dict[str, FileEntry]]:
     return dict(sorted(tables.items()))
 
 
-def described(artifact: Artifact, columns: Collection[str] | None = None) -> pa.RecordBatchReader:
+def described(
+    artifact: Artifact, db: duckdb.DuckDBPyConnection, columns: Collection[str] | None = None
+) -> duckdb.DuckDBPyRelation:
+    """As read_described, read once into the temporary table `kiln_described` of `db`."""
+    db.register("kiln_reader", read_described(artifact, columns))
+    db.execute("create or replace temp table kiln_described as from kiln_reader")
+    db.unregister("kiln_reader")
+    return db.table("kiln_described")
+
+
+def read_described(
+    artifact: Artifact, columns: Collection[str] | None = None
+) -> pa.RecordBatchReader:
     """One row per sample of each image shard, streamed in the order of (tar, row).
 
     Columns: tar (sha256 hex), row, id (32 bytes), then each describer's values, named as
     `column_name` says; null where a describer could not read the picture. Embeddings are f32 lists.
-    DuckDB reads it once: `db.register("descriptions", described(artifact))`.
 
     Args:
         columns: of the values to read; None: all. Embeddings are most of the bytes.

@@ -21,7 +21,7 @@ from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks.describe.describers import check_describers
 from tasks.describe.stage import DescribeStage
-from tasks.describe.tables import described
+from tasks.describe.tables import read_described
 from tasks.evaluate.features import Clip
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,7 @@ def describe(recipe: Recipe, images: Artifact | None = None) -> Artifact:
 
 
 def rows(artifact: Artifact, *columns: str) -> list[tuple[Any, ...]]:
-    return duckdb.from_arrow(described(artifact, columns)).select(*columns).fetchall()
+    return duckdb.from_arrow(read_described(artifact, columns)).select(*columns).fetchall()
 
 
 def test_every_picture_has_the_values_of_the_models_themselves(
