@@ -22,7 +22,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.select import Select
 from tasks.build_or_reuse import Stage
 from tasks.describe.describers import columns_of, specs_of
-from tasks.describe.tables import described, describers_of
+from tasks.describe.tables import describers_of, read_described
 from tasks.download.listed import OWN_COLUMNS, listed
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
@@ -140,7 +140,7 @@ class SelectStage(Stage):
         """Descriptions of all entries: tar, row, id and some columns."""
         if self.described is None:
             return pa.RecordBatchReader.from_batches(ENTRY, [])
-        return described(self.described, columns)
+        return read_described(self.described, columns)
 
     def _groups(self, store: Store, db: duckdb.DuckDBPyConnection, scratch: Path) -> Shard:
         """The shard of `group_pictures`, which another condition or limit does not change."""
