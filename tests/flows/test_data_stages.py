@@ -13,7 +13,7 @@ from published import folder, manifest, outcomes
 from artifacts.latent_shards import open_latents
 from artifacts.store import Store
 from configs.settings.recipe import STAGES
-from tasks.describe.tables import described
+from tasks.describe.tables import read_described
 from tasks.select.selection import read_selection
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_changed_threshold_describes_nothing_and_encodes_only_what_is_new(
     first = run_here("digits", given, until="describe")
     artifact = Store(store).load("describe", first["stages"]["describe"]["key"])
     assert artifact is not None
-    sharpness = described(artifact).read_all()["quality_sharpness"].to_numpy()
+    sharpness = read_described(artifact).read_all()["quality_sharpness"].to_numpy()
     tables = shards(store, "describe")
 
     half, least = chosen(0.5)
