@@ -7,7 +7,7 @@ bytes of another have its id.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +18,12 @@ import duckdb
 import pyarrow as pa
 
 from artifacts.gc import runs
-from artifacts.latent_shards import INFO, LeftOut, read_ids, read_left_out
+from artifacts.latent_shards import INFO, NOT_SELECTED, LeftOut, read_ids, read_left_out
 from artifacts.store import Artifact, Store
 from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
 from tasks.describe.tables import described
 from tasks.download.listed import listed
+from tasks.panels import human
 from tasks.select.selection import read_selection
 from tasks.sql_condition import Threshold, quoted, thresholds_of
 
@@ -31,6 +32,7 @@ STAGES = ("plan", IMAGES, "describe", "select", "caption", "encode", "train")
 WHERE = "select.where"
 #: Kind of a describer, and name of its value with many numbers.
 EMBEDDING = ("clip", "")
+SHOWN_COLUMNS = 20  # on a model card
 MEMORY = "2GB"  # of DuckDB's buffers; the rest is on the disk
 
 
@@ -189,7 +191,7 @@ class DataSet:
             if latents is not None and entry.path.endswith(".safetensors") and is_asked:
                 name = PurePosixPath(entry.path).name
                 key = name.partition(".")[0]
-                out = self._left_out.get(key, {})
+                out = self.left_out.get(key, {})
                 ids = read_ids(latents.store.fs, f"{latents.store.shards_path('encode')}/{name}")
                 for group, of_group in ids.items():
                     rows = out.get(group, {})
@@ -197,7 +199,8 @@ class DataSet:
                         yield Encoded(picture, key, group, row, rows.get(row))
 
     @cached_property
-    def _left_out(self) -> LeftOut:
+    def left_out(self) -> LeftOut:
+        """The encoded pictures that training leaves out."""
         latents = self.artifacts["encode"]
         return read_left_out(latents.store.fs, latents.path, latents.files)
 
@@ -221,6 +224,42 @@ class DataSet:
     def pixels_per_latent(self) -> int:
         """The scale of the VAE."""
         return int(json.loads(self.artifacts["encode"].read(INFO))["vae_scale_factor"])
+
+
+def column_facts(data: DataSet, columns: Sequence[str], holdout: float) -> list[dict[str, Any]]:
+    """Rows of a table: what the columns of a source say of the pictures trained on.
+
+    Args:
+        columns: of `entries`.
+        holdout: fraction of the pictures in the held-out split.
+    """
+    groups = (group for shard in data.left_out.values() for group in shard.values())
+    copies = {sha256 for rows in groups for sha256 in rows.values()}
+    with data.opened() as db:
+        ids = pa.array([bytes.fromhex(sha256) for sha256 in copies - {NOT_SELECTED}], pa.binary())
+        db.register("copies", pa.table({"id": ids}))
+        place = "('0x' || left(hex(id), 16))::ubigint / 2.0 ** 64"
+        db.execute(
+            f"create temp view trained as from entries where kept and {place} >= {holdout!r} "
+            "and id not in (from copies)"
+        )
+        known = set(numbers(db))
+        return [
+            _facts_of(db, column, is_number=column in known) for column in columns[:SHOWN_COLUMNS]
+        ]
+
+
+def _facts_of(db: duckdb.DuckDBPyConnection, column: str, *, is_number: bool) -> dict[str, Any]:
+    name = quoted(column)
+    if is_number:
+        values = f"count({name}), min({name}), avg({name}), max({name})"
+        [(count, *three)] = db.execute(f"select {values} from trained").fetchall()
+        words = "least {}, mean {}, greatest {}".format(*(human(value) for value in three))
+    else:
+        values = f"count({name}), count(distinct {name})"
+        [(count, distinct)] = db.execute(f"select {values} from trained").fetchall()
+        words = f"{human(distinct)} distinct"
+    return {"column": column, "pictures with a value": count, "values": words}
 
 
 def numbers(db: duckdb.DuckDBPyConnection, without: Iterable[str] = ()) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -204,6 +204,7 @@ def write_card(
     training: dict[str, Any] | None = None,
     *,
     forced: str | None = None,
+    columns: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """README.md of the published folder, with the metadata of the Hugging Face hub.
 
@@ -211,6 +212,7 @@ def write_card(
         measured: the content of metrics.json.
         training: facts of the training run for people, as of `training_facts`.
         forced: the reason to publish a model that failed the gate.
+        columns: rows of tasks.data_set.column_facts, of the columns kept from the source.
     """
     from huggingface_hub import ModelCard
 
@@ -238,6 +240,7 @@ def write_card(
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         forced=forced,
+        column_table=markdown_table(columns) if columns else None,
         license_name=shown_license(recipe.publish, base),
         license_files=[path.name for path in license_files(base)],
         lineage=lineage,

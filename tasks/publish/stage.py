@@ -26,6 +26,7 @@ from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_files import read_adapters
 from runtimes.pipeline_folder.folder import Base
 from tasks.build_or_reuse import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage
+from tasks.data_set import IMAGES, DataSet, column_facts
 from tasks.evaluate.distances import Estimates, differences
 from tasks.evaluate.draw import DRAWING_PARTS
 from tasks.evaluate.published import PublishedMetrics
@@ -343,7 +344,7 @@ class PublishStage(Stage):
         )
         lineage = dict(self.lineage)
         about = (recipe, base.folder, measured, verdicts, lineage, weights, training)
-        card = model_card.write_card(*about, forced=forced)
+        card = model_card.write_card(*about, forced=forced, columns=self._kept_columns())
         (out / "README.md").write_text(card, encoding="utf-8")
         for path in model_card.license_files(base.folder):
             shutil.copyfile(path, out / path.name)
@@ -353,6 +354,16 @@ class PublishStage(Stage):
         (out / BOOTSTRAP).write_bytes(self.evaluated.read(BOOTSTRAP))
         (out / GRID).write_bytes(self.evaluated.read(GRID))
         (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
+
+    def _kept_columns(self) -> list[dict[str, Any]]:
+        """What the kept columns of the source say of the pictures trained on, for the card."""
+        columns = getattr(self.recipe.source, "additional_columns", ())
+        if not columns:
+            return []
+        data = DataSet.before(self.trained)
+        if not {IMAGES, "encode"} <= data.artifacts.keys():  # `kiln gc` may have deleted them
+            return []
+        return column_facts(data, columns, self.recipe.encode.holdout)
 
     def _write_weights(self, tuned: TrainedWeights, out: Path) -> None:
         """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy."""

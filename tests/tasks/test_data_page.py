@@ -25,8 +25,9 @@ from tasks import data_page, download
 from tasks.build_or_reuse import Stage
 from tasks.caption.tables import RULE, CaptionedSample, Rule, write_captions
 from tasks.data_page import PICTURES, count_rows, counts, write_page
-from tasks.data_set import DataSet
+from tasks.data_set import DataSet, column_facts
 from tasks.encode.stage import EncodeStage
+from tasks.panels import human
 from tasks.picture_story import tell
 from tasks.select.selection import read_selection
 from tasks.select.stage import SelectStage
@@ -234,3 +235,16 @@ def test_a_url_that_the_condition_of_the_source_drops_is_told_so(
 def test_a_selections_panels_have_the_thresholds_and_dropped_pictures(world: World) -> None:
     titles = [panel.title for panel in SelectStage.show(world.data.artifacts["select"])]
     assert titles[-3:] == ["likes", f"Dropped: {WHERE}", "Dropped: exact duplicate"]
+
+
+def test_the_card_says_what_kept_columns_have_of_the_pictures_trained_on(world: World) -> None:
+    trained = []
+    for number in (0, *range(LEAST, COUNT)):
+        for story in tell(world.recipe, world.data, str(world.file(number))):
+            is_trained_on = ("train", "will be trained on") in story
+            if is_trained_on and dict(story)["select"].startswith("kept"):
+                trained += [int(n) for n in re.findall("likes (\\d+)", story[0].text)]
+    [facts] = column_facts(world.data, ["likes"], world.recipe.encode.holdout)
+    assert facts["pictures with a value"] == len(trained)
+    mean = human(sum(trained) / len(trained))
+    assert facts["values"] == f"least {min(trained)}, mean {mean}, greatest {max(trained)}"

@@ -253,3 +253,14 @@ def test_the_base_has_a_name_that_other_machines_know(
     assert beside == ("tiny-store" if name == "tiny" else f"{base}-store"), "a folder beside it"
     code = f"from_pretrained('{'path/to/' if name == 'tiny' else ''}{name}', "
     assert code in card
+
+
+def test_kept_columns_of_the_source_are_a_table_and_hostile_text_stays_text(tmp_path: Path) -> None:
+    recipe = load_recipe("digits")
+    given = (recipe, tmp_path, {"metrics": {}, "differences": {}}, [], {}, Weights(True))
+    facts = {"pictures with a value": 7, "values": "3 distinct"}
+    columns = [{"column": name, **facts} for name in ("licence", "[x](javascript:1)|")]
+    card = write_card(*given, columns=columns)
+    assert "\n## Data\n\n| column | pictures with a value | values |\n" in card
+    assert "| licence | 7 | 3 distinct |" in card and "](javascript" not in card
+    assert "## Data" not in write_card(*given)
