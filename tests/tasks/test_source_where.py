@@ -37,6 +37,7 @@ def test_rows_that_meet_the_condition_are_the_rows_of_every_format(
         f"http://a/{n}.jpg" for n in (0, 3, 5)
     ]
     assert download.plan(recipe).artifact.summary["dropped"] == 3
+    assert download.plan(recipe_of(file, None, kind)).rows == len(SCORED)
 
 
 def test_the_plan_of_a_list_with_dropped_rows_is_that_of_a_list_without_them(
