@@ -103,6 +103,25 @@ def test_a_lost_process_fails_the_stage_for_a_retry_and_leaves_no_report(tmp_pat
     assert list(Path(dofn.reports).glob("*")) == []
 
 
+def test_an_element_is_done_once_all_its_shards_are_committed(tmp_path: Path) -> None:
+    """A worker was killed between the two shards of the element."""
+    store = Store(str(tmp_path / "store"))
+    commit(store, TASKS[0], tmp_path)
+    task = ShardTask((KEYS[0], KEYS[1]), {"tar": ""}, 1)
+
+    class Pool:
+        def compute(self, request: dict[str, Any], folder: str) -> dict[str, Any]:
+            for key in task.keys:
+                Path(folder, f"{key}.safetensors").write_bytes(key.encode())
+            return dict.fromkeys(task.keys, FACTS)
+
+    dofn = CommitShards(store.url, f"{store.root}/reports", PLAN)
+    here = Pool()
+    dofn.open(lambda: here)  # type: ignore[arg-type, return-value]
+    shards = commit_shards([task], store, dofn, {}, lambda *_: None)
+    assert [shard.key for shard in shards] == KEYS[:2]
+
+
 def test_progress_has_the_shards_of_other_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
