@@ -16,6 +16,7 @@ from configs.checks import Check, enter, note
 from configs.errors import Away, Refused
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
+from tasks.data_set import DataSet
 from tasks.plan.gpu import TYPICAL_MFU, Advice, GpuPlan, RecipeMemory, memory_of, plan_for
 from tasks.plan.plan import TrainingPlan, open_configs
 from tasks.plan.tpu import SlicePlan, plan_slice_training
@@ -268,8 +269,12 @@ def show(
         special: facts of this kind of accelerator.
         lines: rows of the table, name and text.
     """
+    facts = special | shared_facts(plan)
     ends = [("time", _time(plan)), ("storage", _storage(plan))]
-    show_rows(special | shared_facts(plan), [*lines, *ends], as_json=as_json)
+    if facts["rows_dropped"]:
+        words = f"{facts['rows']:,} rows; source.where drops {facts['rows_dropped']:,}"
+        ends.append(("source", f"{words}, as of the newest run"))
+    show_rows(facts, [*lines, *ends], as_json=as_json)
 
 
 def show_rows(facts: dict[str, Any], rows: Iterable[tuple[str, str]], *, as_json: bool) -> None:
@@ -297,7 +302,17 @@ def shared_facts(plan: TrainingPlan | StoredPlan) -> dict[str, Any]:
         "storage_bytes": plan.storage_bytes,
         "hours": plan.hours,
         "cost": plan.cost,
+        **_source_rows(plan.recipe),
     }
+
+
+def _source_rows(recipe: Recipe) -> dict[str, int | None]:
+    """The rows of a source with a condition, and those that it drops, as of the newest run."""
+    planned = None
+    if getattr(recipe.source, "where", None) is not None:
+        planned = DataSet.newest(Store(recipe.store), recipe.name).artifacts.get("plan")
+    rows = {} if planned is None else planned.summary
+    return {"rows": rows.get("rows"), "rows_dropped": rows.get("dropped")}
 
 
 def slice_plan_facts(plan: SlicePlan) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import UrlSource
 from configs.settings.recipe import Recipe
+from tasks.data_page import shortened
 from tasks.data_set import IMAGES, DataSet, Encoded
 from tasks.download.listed import SIZES, failures
 from tasks.download.lists import MalformedList
@@ -106,8 +107,8 @@ def _story(data: DataSet, entry: dict[str, Any], encoded: list[Encoded]) -> Iter
     described = data.described
     values = {name: _shown(value) for name, value in entry.items() if name not in TOLD}
     listed = "".join(f", {n} {text}" for n, text in values.items() if n not in described)
-    yield Told("source", f"{entry['url']}, {entry['caption']!r}{listed}")
-    stored = f"{entry['width']} x {entry['height']} pixels"
+    yield Told("source", f"{entry['url']}, {shortened(entry['caption'])!r}{listed}")
+    stored = f"stored with {entry['width']} x {entry['height']} pixels"
     original = f"{entry['original_width']} x {entry['original_height']}"
     place = f"row {entry['row']} of the image shard {entry['tar'][:12]}"
     yield Told(IMAGES, f"{stored}, downloaded with {original}; {place}; sha256 {entry['id'].hex()}")
@@ -118,16 +119,17 @@ def _story(data: DataSet, entry: dict[str, Any], encoded: list[Encoded]) -> Iter
         group = "" if entry["group"] is None else f"; in group {entry['group']} of duplicates"
         yield Told("select", f"{_choice(entry)}{group}")
     if entry["bad"] is not None:
-        texts = json.loads(entry["captions"])
+        made = json.loads(entry["captions"])
         bad = json.loads(entry["bad"])
-        for prompt, text in texts.items():
+        for prompt, text in made.items():
             why = f"rejected ({bad[prompt]}): " if prompt in bad else ""
-            yield Told("caption", f"{prompt}: {why}{text!r}")
-        for prompt in bad.keys() - texts.keys():
+            yield Told("caption", f"{prompt}: {why}{shortened(text)!r}")
+        for prompt in bad.keys() - made.keys():
             yield Told("caption", f"{prompt}: none: {bad[prompt]}")
         if all(picture.split == "train" for picture in encoded):
             read = data.captions(entry["caption"], entry["captions"], entry["bad"])
-            yield Told("caption", f"training reads {' / '.join(map(repr, read)) or 'none of them'}")
+            texts = " / ".join(repr(shortened(text)) for text in read)
+            yield Told("caption", f"training reads {texts or 'none of them'}")
     if "encode" not in data.artifacts:
         return
     if not encoded:

@@ -62,7 +62,11 @@ def plan(recipe: Recipe, begin: shard_plan.Begin = lambda parts: None) -> shard_
     source = SOURCES[recipe.source.kind](recipe.source)
     size = recipe.download.shard_size
     key = shard_key(recipe.download)
-    return shard_plan.plan_shards(source, Store(recipe.store), size, key, begin)
+    plan = shard_plan.plan_shards(source, Store(recipe.store), size, key, begin)
+    if dropped := plan.artifact.summary.get("dropped"):
+        words = "source: %s rows meet source.where, %s do not"
+        log.info(words, f"{plan.rows:,}", f"{dropped:,}")
+    return plan
 
 
 def planned(

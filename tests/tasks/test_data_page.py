@@ -20,6 +20,7 @@ from configs.errors import Refused
 from configs.load_recipe import dump
 from configs.settings.data import UrlSource
 from configs.settings.recipe import Recipe
+from flows.data_commands import show_data, show_picture
 from runtimes.pipeline_folder.folder import Base
 from tasks import data_page, download
 from tasks.build_or_reuse import Stage
@@ -248,3 +249,20 @@ def test_the_card_says_what_kept_columns_have_of_the_pictures_trained_on(world: 
     assert facts["pictures with a value"] == len(trained)
     mean = human(sum(trained) / len(trained))
     assert facts["values"] == f"least {min(trained)}, mean {mean}, greatest {max(trained)}"
+
+
+def test_the_commands_print_counts_and_stories_and_write_the_page(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "data.html"
+    show_data(world.recipe, "my.yaml", page, as_json=False)
+    printed = capsys.readouterr().out.splitlines()
+    assert "select    20        kept" in printed and printed[-1] == f"page: {page}"
+    assert "<h1>test</h1>" in page.read_text()
+    show_data(world.recipe, "my.yaml", None, as_json=True)
+    assert json.loads(capsys.readouterr().out)["counts"]["select"]["kept"] == 20
+    show_picture(world.recipe, "my.yaml", str(world.file(4)), as_json=False)
+    assert f"select    dropped: {WHERE}" in capsys.readouterr().out.splitlines()
+    other = world.recipe.model_copy(update={"name": "other"})
+    with pytest.raises(Refused, match="no pictures of it: kiln run my.yaml --until download"):
+        show_data(other, "my.yaml", None, as_json=False)

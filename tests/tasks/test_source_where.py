@@ -6,8 +6,12 @@ from typing import Any
 import pytest
 from source_rows import make_recipe, parquet, png, rows_of, write_list
 
+from artifacts.gc import record_run
+from artifacts.store import KeyParts, Store
 from configs.errors import Refused
+from configs.load_recipe import dump
 from configs.settings.recipe import Recipe
+from flows.show_plan import _source_rows
 from tasks import download
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -128,3 +132,16 @@ def test_a_list_without_a_row_that_meets_the_condition_is_refused(tmp_path: Path
     file = write_list(tmp_path / "a.parquet", SCORED)
     with pytest.raises(Refused, match=r"no rows that meet source.where \(6 do not\)"):
         download.plan(recipe_of(file, "score > 100"))
+
+
+def test_a_plan_of_the_training_tells_the_rows_that_were_dropped(tmp_path: Path) -> None:
+    file = write_list(tmp_path / "a.parquet", SCORED)
+    recipe = recipe_of(file, "score > 5.5").model_copy(update={"store": str(tmp_path / "store")})
+
+    def begin(parts: KeyParts) -> None:
+        facts = {"recipe": dump(recipe), "stages": {"plan": [parts.key]}}
+        record_run(Store(recipe.store), "run", facts)
+
+    assert _source_rows(recipe) == {"rows": None, "rows_dropped": None}
+    download.plan(recipe, begin)
+    assert _source_rows(recipe) == {"rows": 3, "rows_dropped": 3}
