@@ -35,11 +35,12 @@ class Hash(Describer):
 
     def prepare(self, source: Picture) -> tuple[int, int, bytes]:
         grey = source.image.convert("L")
-        small = grey.resize((HASHED_SIDE, HASHED_SIDE), Image.Resampling.LANCZOS)
+        size = (HASHED_SIDE, HASHED_SIDE)
+        small = grey.resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0)
         low = dctn(np.asarray(small, np.float64))[:LOW, :LOW]
         # The DCT of a mirror image has the odd horizontal frequencies negated.
         mirrored = low * (-1.0) ** np.arange(LOW)
-        return _bits(low), _bits(mirrored), thumbnail(source.image).tobytes()
+        return _bits(low), _bits(mirrored), thumbnail(grey).tobytes()
 
     def describe(self, prepared: Sequence[Any]) -> Sequence[tuple[Any, ...]]:
         return prepared

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tasks.encode.near_duplicates import LEAST_CORRELATION, mirror_parts
+from tasks.encode.near_duplicates import mirror_parts
 
 Rows = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
@@ -56,6 +56,7 @@ def join_near_hashes(
     mirrored: Hashes,
     thumbnails: NDArray[np.uint8],
     distance: int,
+    min_correlation: float,
 ) -> Rows:
     """The groups, after pictures with near hashes and correlated thumbnails were joined.
 
@@ -69,6 +70,7 @@ def join_near_hashes(
         mirrored: those of the mirror images, u64 [N].
         thumbnails: u8 [N, 16, 16]; may be on a disk.
         distance: maximum number of bits in which hashes differ.
+        min_correlation: of the thumbnails, from which near hashes are of one picture.
     """
     both = np.concatenate([hashes[rows], mirrored[rows]])
     for seed in range(ROUNDS):
@@ -78,7 +80,7 @@ def join_near_hashes(
         ends = ends[:, groups[ends[0]] != groups[ends[1]]]
         keys = np.unique(ends.min(axis=0) * len(groups) + ends.max(axis=0))
         some, others = np.divmod(keys, len(groups))
-        near = _correlated(thumbnails, some, others)
+        near = _correlations(thumbnails, some, others) >= min_correlation
         groups = join(groups, some[near], others[near])
     return groups
 
@@ -114,15 +116,15 @@ def _near_in_window(hashes: Hashes, distance: int) -> Rows:
     return np.concatenate(found, axis=1) if found else np.zeros((2, 0), np.int64)
 
 
-def _correlated(thumbnails: NDArray[np.uint8], some: Rows, others: Rows) -> NDArray[np.bool_]:
-    """Whether the thumbnails of pairs of pictures, or of one's mirror image, correlate: [M]."""
-    near = np.zeros(len(some), bool)
+def _correlations(thumbnails: NDArray[np.uint8], some: Rows, others: Rows) -> NDArray[np.float32]:
+    """Correlation of pairs of thumbnails, or of one and the other's mirror image: f32 [M]."""
+    found = np.zeros(len(some), np.float32)
     for start in range(0, len(some), BLOCK):
         block = slice(start, start + BLOCK)
-        products = mirror_parts(thumbnails[some[block]]) * mirror_parts(thumbnails[others[block]])
-        kept, negated = products.sum(axis=2)
-        near[block] = kept + np.abs(negated) >= LEAST_CORRELATION
-    return near
+        parts = [mirror_parts(thumbnails[rows[block]]) for rows in (some, others)]
+        kept, negated = np.einsum("pnd,pnd->pn", *parts)
+        found[block] = kept + np.abs(negated)
+    return found
 
 
 def join_near_embeddings(
