@@ -2,7 +2,11 @@
 
 Rows:
 
-* `devices`: the stage with a stand-in describer of a fixed time per batch, on 1, 2 and 4 devices.
+* `devices`: the stage with a stand-in describer of a fixed time per batch, on 1, 2 and 4 devices;
+* `duplicates`: tiles of photographs and their copies, as files, are hashed and grouped on one core;
+  so does imagededup's PHash, with its own limit of 10 bits, where it is installed. The package
+  scikit-image has the photographs;
+* `hashes`, `embeddings`: 10 M made-up hashes and 1 M embeddings are grouped, on all cores.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from artifacts.store import Store
-from bench import devices
+from bench import devices, duplicates
 from bench.report import Meter, Rounds, Row, attempt, finish, option_parser
 from bench.stand_in_encoder import NAME, registered
 from tasks.describe.describers import Spec
@@ -94,7 +98,12 @@ def _rate(
     return sum(shard.meta["described"] for shard in shards) / since.elapsed()[0]
 
 
-ROWS: dict[str, Callable[..., Row]] = {"devices": devices_row}
+ROWS: dict[str, Callable[..., Row]] = {
+    "devices": devices_row,
+    "duplicates": duplicates.compared_row,
+    "hashes": duplicates.grouping_row,
+    "embeddings": duplicates.grouping_row,
+}
 
 
 if __name__ == "__main__":

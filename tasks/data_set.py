@@ -83,7 +83,7 @@ class DataSet:
     def before(cls, artifact: Artifact) -> DataSet:
         """An artifact and what it was made from."""
         found = {artifact.stage: artifact}
-        for parent in artifact.manifest["run"]["parents"].values():
+        for parent in artifact.manifest["run"].get("parents", {}).values():
             loaded = artifact.store.load(parent["stage"], parent["key"])
             if loaded is not None:
                 found = {**cls.before(loaded).artifacts, **found}

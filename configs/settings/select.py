@@ -17,8 +17,10 @@ class Duplicates(Section):
     """Describer of kind hash: pictures that were saved again, resized or mirrored are duplicates;
     null: they are not."""
     distance: Annotated[int, Field(ge=0, le=20)] = setting(10, needs="perceptual")
-    """Maximum number of bits, of 64, in which the hashes of duplicates differ. Their thumbnails
-    must also correlate."""
+    """Maximum number of bits, of 64, in which the hashes of duplicates differ."""
+    min_correlation: Annotated[float, Field(gt=0.0, le=1.0)] = setting(0.9, needs="perceptual")
+    """Correlation of thumbnails from which pictures with near hashes are duplicates. 0.8 finds more
+    copies that were cropped; drawings, which are alike, need 0.96."""
     semantic: str | None = None
     """Describer with embeddings: pictures with similar ones are duplicates; null: they are not."""
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = setting(0.95, needs="semantic")

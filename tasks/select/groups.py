@@ -60,9 +60,9 @@ def group_pictures(
             rows[some] = True
             for column, array in columns.items():
                 array[some] = values[column].reshape(-1, *array.shape[1:])
-        distance = select.duplicates.distance
+        limits = (select.duplicates.distance, select.duplicates.min_correlation)
         near = duplicates.join_near_hashes(
-            near, np.flatnonzero(rows), hashes, mirrored, thumbnails, distance
+            near, np.flatnonzero(rows), hashes, mirrored, thumbnails, *limits
         )
     similar = near
     if name := select.duplicates.semantic:

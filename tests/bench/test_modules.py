@@ -21,6 +21,7 @@ import demo
 from bench import (
     benchmark_inputs,
     checkpoint,
+    describe,
     encode,
     gpu,
     loader,
@@ -290,6 +291,16 @@ def test_steps_of_a_large_run_are_measured(
     assert scale.main([what, "--quick"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     assert {f"{step}_peak_mib" for step in steps} <= figures[row].keys()
+
+
+@pytest.mark.soak
+def test_grouping_of_made_up_pictures_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert describe.main(["--quick", "--only", "hashes", "embeddings"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    for kind, count in (("hashes", 10_000), ("embeddings", 1000)):
+        assert figures[kind]["pictures"] == count
+        assert figures[kind]["copies_found"] == 1
+        assert figures[kind]["false_joins"] == 0
 
 
 @pytest.mark.soak

@@ -90,7 +90,8 @@ class Planted:
     def select(self, holdout: float = 0.0, **settings: Any) -> Artifact:
         stage = SelectStage(self.recipe(holdout, **settings), self.images, self.described)
         draft = self.store.draft(stage.parts)
-        artifact = draft.commit(stage.build(draft, lambda *_: None), {})
+        parents = {n: {"stage": a.stage, "key": a.key} for n, a in stage.parents.items()}
+        artifact = draft.commit(stage.build(draft, lambda *_: None), {"parents": parents})
         stage.check(artifact.summary)
         return artifact
 
@@ -134,7 +135,7 @@ def test_planted_pictures_end_where_the_recipe_says(planted: Planted) -> None:
     table = read_selection(selected)
     assert table.column_names[6:] == ["caption_length", "quality_sharpness", "nsfw_nude"]
     assert table.to_pylist() == sorted(table.to_pylist(), key=lambda r: (r["tar"], r["row"]))
-    facts, counts, examples = SelectStage.show(selected)
+    facts, counts, examples, *_ = SelectStage.show(selected)
     assert isinstance(facts, Facts)
     assert isinstance(counts, Table)
     assert isinstance(examples, Table)
