@@ -67,7 +67,7 @@ def ours(min_correlation: float) -> Group:
         rows = duplicates.ungrouped(len(pictures))
         arrays = (np.array(hashes, np.uint64), np.array(mirrored, np.uint64))
         limits = (PHASH_BITS, min_correlation)
-        return duplicates.join_near_hashes(rows, rows, *arrays, grey, *limits)
+        return duplicates.join_near_hashes(rows, rows, *arrays, grey.__getitem__, *limits)
 
     return group
 

@@ -6,6 +6,7 @@ by sha256, so that the groups depend neither on the order of shards nor on that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tasks.encode.near_duplicates import mirror_parts
 
 Rows = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
+Thumbnails = Callable[[Rows], NDArray[np.uint8]]  # numbers [M] -> u8 [M, 16, 16]
 #: Each round sorts the hashes by another order of their bits, and compares each with the next ones.
 ROUNDS = 64
 WINDOW = 8
@@ -54,7 +56,7 @@ def join_near_hashes(
     rows: Rows,
     hashes: Hashes,
     mirrored: Hashes,
-    thumbnails: NDArray[np.uint8],
+    thumbnails: Thumbnails,
     distance: int,
     min_correlation: float,
 ) -> Rows:
@@ -66,22 +68,23 @@ def join_near_hashes(
     Args:
         groups: i64 [N].
         rows: the pictures that have a hash, i64 [M].
-        hashes: perceptual hashes, u64 [N].
-        mirrored: those of the mirror images, u64 [N].
-        thumbnails: u8 [N, 16, 16]; may be on a disk.
+        hashes: their perceptual hashes, u64 [M].
+        mirrored: those of the mirror images, u64 [M].
+        thumbnails: returns those of some hashes, by their numbers below M.
         distance: maximum number of bits in which hashes differ.
         min_correlation: of the thumbnails, from which near hashes are of one picture.
     """
-    both = np.concatenate([hashes[rows], mirrored[rows]])
+    both = np.concatenate([hashes, mirrored])
     for seed in range(ROUNDS):
         order = _sorted_rows(both, seed)
         pairs = _near_in_window(both[order], distance)
-        ends = rows[order[pairs] % len(rows)]
-        ends = ends[:, groups[ends[0]] != groups[ends[1]]]
-        keys = np.unique(ends.min(axis=0) * len(groups) + ends.max(axis=0))
-        some, others = np.divmod(keys, len(groups))
+        ends = order[pairs] % len(rows)
+        of = groups[rows]
+        ends = ends[:, of[ends[0]] != of[ends[1]]]
+        keys = np.unique(ends.min(axis=0) * len(rows) + ends.max(axis=0))
+        some, others = np.divmod(keys, len(rows))
         near = _correlations(thumbnails, some, others) >= min_correlation
-        groups = join(groups, some[near], others[near])
+        groups = join(groups, rows[some[near]], rows[others[near]])
     return groups
 
 
@@ -116,12 +119,12 @@ def _near_in_window(hashes: Hashes, distance: int) -> Rows:
     return np.concatenate(found, axis=1) if found else np.zeros((2, 0), np.int64)
 
 
-def _correlations(thumbnails: NDArray[np.uint8], some: Rows, others: Rows) -> NDArray[np.float32]:
+def _correlations(thumbnails: Thumbnails, some: Rows, others: Rows) -> NDArray[np.float32]:
     """Correlation of pairs of thumbnails, or of one and the other's mirror image: f32 [M]."""
     found = np.zeros(len(some), np.float32)
     for start in range(0, len(some), BLOCK):
         block = slice(start, start + BLOCK)
-        parts = [mirror_parts(thumbnails[rows[block]]) for rows in (some, others)]
+        parts = [mirror_parts(thumbnails(rows[block])) for rows in (some, others)]
         kept, negated = np.einsum("pnd,pnd->pn", *parts)
         found[block] = kept + np.abs(negated)
     return found

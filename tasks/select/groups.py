@@ -46,24 +46,8 @@ def group_pictures(
     ids = db.sql("select id from pictures order by picture").to_arrow_table()["id"]
     count = len(ids)
     near = duplicates.ungrouped(count)
-    if name := select.duplicates.perceptual:
-        hashes, mirrored = np.zeros(count, np.uint64), np.zeros(count, np.uint64)
-        thumbnails = np.memmap(folder / "thumbnails", np.uint8, "w+", shape=(count, SIDE, SIDE))
-        arrays: dict[str, NDArray[Any]] = {
-            "phash": hashes,
-            "mirrored": mirrored,
-            "thumbnail": thumbnails,
-        }
-        columns = {f"{name}_{c}": array for c, array in arrays.items()}
-        rows = np.zeros(count, bool)
-        for some, values in _described(db, describe, [*columns]):
-            rows[some] = True
-            for column, array in columns.items():
-                array[some] = values[column].reshape(-1, *array.shape[1:])
-        limits = (select.duplicates.distance, select.duplicates.min_correlation)
-        near = duplicates.join_near_hashes(
-            near, np.flatnonzero(rows), hashes, mirrored, thumbnails, *limits
-        )
+    if select.duplicates.perceptual:
+        near = _join_near_hashes(db, describe, select, folder, near)
     similar = near
     if name := select.duplicates.semantic:
         rows, embeddings = _embeddings(db, describe, name, count, folder)
@@ -76,6 +60,39 @@ def group_pictures(
         numbers[rows] = duplicates.clusters(rows, embeddings, select.clusters.count)
         cluster = pa.array(numbers, mask=numbers < 0)
     return pa.table({"id": ids, "kiln_near": near, "kiln_similar": similar, "cluster": cluster})
+
+
+def _join_near_hashes(
+    db: duckdb.DuckDBPyConnection,
+    describe: Describe,
+    select: Select,
+    folder: Path,
+    groups: duplicates.Rows,
+) -> duplicates.Rows:
+    """The groups, after pictures with near hashes were joined; thumbnails stay on the disk."""
+    chosen = select.duplicates
+    columns = [f"{chosen.perceptual}_{value}" for value in ("phash", "mirrored", "thumbnail")]
+    pictures = [np.zeros(0, np.int64)]
+    hashes = [np.zeros((2, 0), np.uint64)]
+    with (folder / "thumbnails").open("wb") as file:
+        for some, values in _described(db, describe, columns):
+            pictures.append(some)
+            hashes.append(np.stack([values[column] for column in columns[:2]]))
+            file.write(values[columns[2]].tobytes())
+    rows, places = np.unique(np.concatenate(pictures), return_index=True)
+    if len(rows) == 0:
+        return groups
+    thumbnails = np.memmap(folder / "thumbnails", np.uint8, "r").reshape(-1, SIDE, SIDE)
+    own, mirrored = np.concatenate(hashes, axis=1)[:, places]
+    return duplicates.join_near_hashes(
+        groups,
+        rows,
+        own,
+        mirrored,
+        lambda some: thumbnails[places[some]],
+        chosen.distance,
+        chosen.min_correlation,
+    )
 
 
 def _embeddings(

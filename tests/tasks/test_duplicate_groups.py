@@ -55,7 +55,7 @@ def hashed(images: list[Image.Image]) -> tuple[NDArray[np.uint64], NDArray[np.ui
 def near(images: list[Image.Image], distance: int = 10) -> Groups:
     thumbnails = np.stack([thumbnail(image) for image in images])
     groups = duplicates.ungrouped(len(images))
-    return join_near_hashes(groups, groups, *hashed(images), thumbnails, distance, 0.9)
+    return join_near_hashes(groups, groups, *hashed(images), thumbnails.__getitem__, distance, 0.9)
 
 
 def test_copies_are_grouped_with_their_original_and_with_nothing_else() -> None:
@@ -78,7 +78,10 @@ def test_near_hashes_alone_join_nothing() -> None:
     thumbnails = np.random.default_rng(0).integers(0, 256, (50, 16, 16), np.uint8)
     same = np.full(50, 77, np.uint64)
     groups = duplicates.ungrouped(50)
-    assert len(sets_of(join_near_hashes(groups, groups, same, same, thumbnails, 20, 0.9))) == 50
+    assert (
+        len(sets_of(join_near_hashes(groups, groups, same, same, thumbnails.__getitem__, 20, 0.9)))
+        == 50
+    )
 
 
 def test_hashes_within_the_distance_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +95,7 @@ def test_hashes_within_the_distance_are_found(monkeypatch: pytest.MonkeyPatch) -
     mirrored = rng.integers(0, 2**64, 4000, np.uint64)
     alike = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 16, 16), (4000, 1, 1))
     for distance in (4, 10):
-        found = join_near_hashes(groups, groups, hashes, mirrored, alike, distance, 0.9)
+        found = join_near_hashes(groups, groups, hashes, mirrored, alike.__getitem__, distance, 0.9)
         apart = np.bitwise_count(hashes[:, None] ^ hashes) <= distance
         expected = sets_of(join(groups, *np.nonzero(apart)))
         assert sets_of(found) == expected
