@@ -28,7 +28,7 @@ from artifacts.store import Artifact
 from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors, without_secrets
-from configs.settings.recipe import STAGES, StageName, team_of
+from configs.settings.recipe import OPTIONAL_STAGES, STAGES, StageName, team_of
 from flows import flow_process, task_limits
 from flows.run import Run, check_gate_rules, prepare
 from flows.send_stage import run_task
@@ -107,7 +107,10 @@ def caption(
 @task(**task_limits.stage_task("encode"))
 @redacted_errors()
 def encode(
-    run: Run, images: StageResult, selected: StageResult | None, captions: StageResult | None
+    run: Run,
+    images: StageResult,
+    selected: StageResult | None = None,
+    captions: StageResult | None = None,
 ) -> StageResult:
     """Encode the chosen pictures and their captions with the base's encoders to latent shards."""
     before = (images, selected, captions)
@@ -181,14 +184,16 @@ def _measure_champion(
 def publish(
     run: Run,
     images: StageResult,
-    described: StageResult | None,
-    selected: StageResult | None,
-    captions: StageResult | None,
     latents: StageResult,
     trained: StageResult,
     evaluated: StageResult,
+    *chosen: StageResult | None,
 ) -> StageResult:
-    """Publish the model if it passes the gate; a new version becomes champion or candidate."""
+    """Publish the model if it passes the gate; a new version becomes champion or candidate.
+
+    Args:
+        chosen: results of the stages that only some recipes have, for the report.
+    """
     if run.start is not None:
         check_start_is_champion(publication.registry_of(run.recipe), run.start, trained.digest)
     before = (images, latents, trained, evaluated)
@@ -203,8 +208,8 @@ def publish(
         result = run.build(stage)
     except publication.Rejected as rejection:
         return _rejected(run, stage, rejection)
-    chosen = (made for made in (described, selected, captions) if made is not None)
-    results = (images, *chosen, latents, trained, evaluated, result)
+    stages = sorted(filter(None, (*before, *chosen)), key=lambda made: STAGES.index(made.stage))
+    results = (*stages, result)
     registered = register(run.recipe, run.base, run.store, results, SHOWS, run.start)
     is_new = registered.pop("is_new")  # events are not sent again for a model that is reused
     if "candidate" in registered:
@@ -362,7 +367,7 @@ INPUTS: Mapping[StageName, Sequence[StageName]] = {
     "encode": ("download", "select", "caption"),
     "train": ("encode",),
     "evaluate": ("download", "encode", "train"),
-    "publish": STAGES[:-1],
+    "publish": ("download", "encode", "train", "evaluate", *OPTIONAL_STAGES),
 }
 
 

@@ -285,7 +285,7 @@ StageName = Literal[
 ]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 #: Stages that a run has if its recipe has their section.
-OPTIONAL_STAGES = ("describe", "select", "caption")
+OPTIONAL_STAGES: tuple[StageName, ...] = ("describe", "select", "caption")
 
 
 class Recipe(Section):

@@ -422,9 +422,12 @@ def lineage_of(
 ) -> dict[str, str]:
     """Digests of all inputs of a model, for its card."""
     inputs = trained.manifest["inputs"]
+    encoded = latents.manifest["inputs"]
+    chosen = {"selection": encoded.get("selected"), "captions": encoded.get("captions")}
     return {
         "source (rows of the list)": images.manifest["inputs"]["source"],
         "images": images.digest,
+        **{name: digest for name, digest in chosen.items() if digest is not None},
         "latents": latents.digest,
         "base": inputs["base"],
         **({"start of training": start} if (start := inputs.get("start")) else {}),

@@ -98,7 +98,7 @@ def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) 
     images, latents = commit(run, "download", "grown"), commit(run, "encode", "grown")
     given = replace(run, champion=champion).eval_inputs(images, latents)
     assert (given.images, given.latents) == (first["images"], first["latents"])
-    assert given.training == images  # copies are searched among all pictures
+    assert given.training.images == images  # copies are searched among all pictures
     assert given.training_latents == latents  # which name those that are not trained on
     assert given.digests()["training_images"] == images.digest
     assert run.eval_inputs(images, latents).images == images
@@ -393,10 +393,11 @@ def test_a_decision_that_cannot_be_recorded_fails_no_published_model(
     def conclude(*_: Any) -> Any:
         raise OSError("no route to host")
 
-    for name in ("download", "encode", "train", "evaluate", "publish"):
-        monkeypatch.setattr(flow, name, stage(name))
+    monkeypatch.setattr(flow, "TASKS", {name: stage(name) for name in STAGES})
+    monkeypatch.setattr(flow, "training_task", lambda run: stage("train"))
     monkeypatch.setattr(flow, "compare", lambda run: flow.Compared(None, CHANGES, None))
     monkeypatch.setattr(flow, "conclude", conclude)
-    monkeypatch.setattr(flow, "run_task", lambda task, *given: task(*given))
+    for module in (flow, finetune):
+        monkeypatch.setattr(module, "run_task", lambda task, *given: task(*given))
     assert flow._retrain(run)["status"] == "published"
     assert "the decision is not recorded" in caplog.text
