@@ -30,7 +30,7 @@ from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors, without_secrets
 from configs.settings.recipe import OPTIONAL_STAGES, STAGES, StageName, team_of
 from flows import flow_process, task_limits
-from flows.run import Run, check_gate_rules, prepare
+from flows.run import Run, check_gate_rules, prepare, stages_until
 from flows.send_stage import run_task
 from tasks.build_or_reuse import REPORT, StageResult, failing
 from tasks.caption.stage import CaptionStage
@@ -343,7 +343,7 @@ def finetune(
         checked = load_recipe(recipe, task_limits.revealed(overrides))
         flow_process.name_run(checked.publish.name)
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
-    states = list(islice(stages_of(run), len(run.stages)))
+    states = list(islice(stages_of(run), len(stages_until(run.recipe, until))))
     return final_state(report_of([state.result() for state in states]), states[-1])
 
 

@@ -99,8 +99,9 @@ def _try(
     rounds = most_rounds(run.recipe.evaluate)
     try:
         trained = run_task(train, run, latents, name=f"train {number}")
-        stages = stages_until(run.recipe, "evaluate") if rounds > 1 else run.stages
-        compared = replace(run, stages=stages)
+        compared = run
+        if rounds > 1:
+            compared = replace(run, stages=stages_until(run.recipe, "evaluate"))
         name = f"evaluate {number}"
         evaluated = run_task(evaluate, compared, images, latents, trained, name=name)
         report = report_of([trained.result(), evaluated.result()])

@@ -13,9 +13,8 @@ from toy_recipes import base_of
 from artifacts.gc import needed_by, runs
 from artifacts.store import KeyParts, Store
 from configs.load_recipe import load_recipe
-from configs.settings.recipe import STAGES
 from flows import finetune
-from flows.run import Run
+from flows.run import Run, stages_until
 from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate.inputs import MeasuringModels
@@ -83,7 +82,7 @@ def test_a_rejected_model_is_an_outcome_with_its_verdicts(
             raise Rejected([failed], {"metrics": numbers}, "v1")
         return build_or_reuse(store, parts, build, **more)
 
-    before = [result(run.store, stage) for stage in STAGES[:-1]]
+    before = [result(run.store, stage) for stage in run.recipe.stages[:-1]]
     inputs = {"model": before[2].digest, "evaluation": before[3].digest}
     parts = KeyParts("publish", 1, {}, inputs)
     monkeypatch.setattr(PublishStage, "parts", parts)
@@ -125,14 +124,14 @@ def test_another_reason_to_reject_is_another_verdict() -> None:
     assert VerdictStage(publication, Rejected([failed])).parts.key in keys
 
 
-@pytest.mark.parametrize("until", STAGES)
+@pytest.mark.parametrize("until", load_recipe("digits").stages)
 def test_a_run_ends_after_its_last_stage(
     run: Run, monkeypatch: pytest.MonkeyPatch, until: Any
 ) -> None:
     begun: list[str] = []
 
     def stages(run: Run) -> Iterator[Any]:
-        for stage in STAGES:
+        for stage in run.recipe.stages:
             begun.append(stage)
             facts = {"model": "v1"} if stage == "publish" else {}
             yield Completed(data=StageResult(stage, "", "", "", "built", 0.0, facts))
@@ -141,7 +140,7 @@ def test_a_run_ends_after_its_last_stage(
     monkeypatch.setattr(finetune.flow_process, "prepare_process", lambda: None)
     monkeypatch.setattr(finetune, "stages_of", stages)
     report = finetune.finetune.fn("digits", {}, until)
-    assert begun == list(report["stages"]) == list(STAGES[: 1 + STAGES.index(until)])
+    assert begun == list(report["stages"]) == list(stages_until(run.recipe, until))
     assert report["status"] == ("published" if until == "publish" else "built")
 
 
