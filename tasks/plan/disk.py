@@ -10,7 +10,7 @@ from pathlib import Path
 
 from artifacts.store import MANIFEST, Store
 from configs.errors import Refused
-from configs.settings.recipe import Recipe, StageName
+from configs.settings.recipe import OPTIONAL_STAGES, Recipe, StageName
 from runtimes.detect_hardware import find_gpus
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import known_gpu
@@ -108,7 +108,8 @@ def _missing(
     shares: dict[StageName, float] = {"download": pictures, "encode": latents}
     if not pictures:
         # A shard without good pictures has no latents.
-        shares |= {"encode": 0.0} if _has_artifact(store, "encode", MANIFEST) else {}
+        whole: tuple[StageName, ...] = (*OPTIONAL_STAGES, "encode")
+        shares |= {stage: 0.0 for stage in whole if _has_artifact(store, stage, MANIFEST)}
         later: tuple[StageName, ...] = ("train", "evaluate", "publish")
         shares |= {stage: 0.0 for stage in later if _has_artifact(store, stage)}
     return {stage: shares.get(stage, 1.0) for stage in stages}

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +23,9 @@ from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks.build_or_reuse import build_or_reuse
-from tasks.encode.crop_to_bucket import is_holdout
+from tasks.encode.crop_to_bucket import TransformSettings, is_holdout
 from tasks.encode.stage import EncodeStage
+from tasks.evaluate.measure import reference_pictures
 from tasks.pictures import Pictures, PictureShard, hex_of_rows
 from tasks.progress import Progress
 
@@ -111,6 +113,17 @@ def measured(latents: Artifact) -> tuple[list[bytes], list[bytes]]:
     return ids(training), ids(held_out)
 
 
+def references(pictures: Pictures) -> tuple[list[bytes], list[bytes]]:
+    """Sha256 of the training and the held-out pictures that evaluations compare with, sorted."""
+    settings = TransformSettings.of(encode_recipe("s", Path("base"), holdout=HOLDOUT))
+
+    def ids(which: Literal["train", "holdout"]) -> list[bytes]:
+        found = reference_pictures(pictures, settings, 8, which, 1000)
+        return sorted(sample.source_sha256 for _, sample, _ in found)
+
+    return ids("train"), ids("holdout")
+
+
 def split(chosen: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Training and held-out pictures, sorted."""
     some = sorted(chosen)
@@ -130,6 +143,8 @@ def test_a_changed_selection_encodes_only_what_is_new_and_measures_only_what_is_
     first = world.encoded
 
     fewer = world.encode(range(0, 41, 4))
+    pictures = Pictures.of(fewer, world.images)
+    assert references(pictures) == split(order[0:41:4]), "the references are chosen alike"
     assert world.encoded == first, "nothing is encoded"
     assert measured(fewer) == split(order[0:41:4])
     assert fewer.summary["samples"] == 11
