@@ -274,7 +274,8 @@ def _one(store: Store, what: str) -> Artifact:
                     place = f"{artifact.stage}/{artifact.key[:12]}"
                     raise Refused(f"{what}: an input of {place} ({name}), and no artifact here")
         raise Refused(
-            f"{what}: no model, and no artifact's key or digest begins with it; see `kiln ls`"
+            f"{what}: no model, and no artifact's key or digest begins with it; see `kiln ls`, or "
+            "for a picture add --recipe RECIPE"
         )
     return matches[0]
 

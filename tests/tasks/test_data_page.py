@@ -264,5 +264,5 @@ def test_the_commands_print_counts_and_stories_and_write_the_page(
     show_picture(world.recipe, "my.yaml", str(world.file(4)), as_json=False)
     assert f"select    dropped: {WHERE}" in capsys.readouterr().out.splitlines()
     other = world.recipe.model_copy(update={"name": "other"})
-    with pytest.raises(Refused, match="no pictures of it: kiln run my.yaml --until download"):
+    with pytest.raises(Refused, match=r"no pictures of it: kiln run my\.yaml --until download"):
         show_data(other, "my.yaml", None, as_json=False)
