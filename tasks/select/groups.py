@@ -76,7 +76,7 @@ def _join_near_hashes(
     hashes = [np.zeros((2, 0), np.uint64)]
     with (folder / "thumbnails").open("wb") as file:
         for some, values in _described(db, describe, columns):
-            pictures.append(some)
+            pictures.append(some.copy())  # a view would keep the batch, with its thumbnails
             hashes.append(np.stack([values[column] for column in columns[:2]]))
             file.write(values[columns[2]].tobytes())
     rows, places = np.unique(np.concatenate(pictures), return_index=True)

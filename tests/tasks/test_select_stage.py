@@ -170,6 +170,12 @@ def test_another_threshold_compares_no_picture_again(
     assert planted.reasons(other)["near.jpg"] == ["near-duplicate"]
 
 
+def test_groups_are_of_their_settings(planted: Planted) -> None:
+    assert planted.select(duplicates=DUPLICATES).summary["reasons"]["near-duplicate"] == 2
+    strict = {**DUPLICATES, "distance": 0, "min_correlation": 1.0}
+    assert planted.select(duplicates=strict).summary["reasons"] == {"exact duplicate": 1}
+
+
 def test_a_wrong_column_is_refused_before_pictures_are_compared(
     planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

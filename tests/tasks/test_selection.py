@@ -155,6 +155,15 @@ def test_the_order_of_shards_and_rows_changes_no_picture(tmp_path: Path) -> None
     assert found.count("") == 15
 
 
+def test_the_group_of_a_picture_has_one_number_in_any_order(tmp_path: Path) -> None:
+    rows = [entry(n, like=n // 2) for n in range(40)]
+    found = []
+    for order in (range(40), reversed(range(40))):
+        table, _ = select([rows[n] for n in order], tmp_path, duplicates={"perceptual": "hash"})
+        found.append(dict(zip(table["id"].to_pylist(), table["group"].to_pylist(), strict=True)))
+    assert found[0] == found[1]
+
+
 def test_a_cap_keeps_the_preferred_of_each_value(tmp_path: Path) -> None:
     rows = [entry(n, host="ab"[n % 2] if n < 8 else None, score=float(n)) for n in range(12)]
     found = reasons(rows, tmp_path, cap={"host": 3}, prefer="score")
