@@ -27,7 +27,6 @@ from typer.exceptions import TyperException
 from artifacts.records import without_collections
 from configs.load_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
-from configs.settings.recipe import STAGES
 from flows.cli import app
 from tasks.publish.gate_power import undecidable
 from tasks.publish.promotion_gate import check_prompts
@@ -293,7 +292,7 @@ def test_the_readme_names_the_tasks_as_the_log_and_the_ui_do() -> None:
     found = re.search(r"a Prefect flow of five tasks: ([^.]+)\.", text)
     assert found
     named = re.split(r",\s|\sand\s", re.sub(r"\s\([^)]*\)", "", found[1]))
-    assert tuple(named) == STAGES
+    assert tuple(named) == load_recipe("digits").stages
 
 
 def test_page_of_commands_has_each_command() -> None:

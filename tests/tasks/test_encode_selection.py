@@ -38,7 +38,7 @@ AGAIN = next(
 )
 TWICE = digest_bytes(AGAIN)
 SHARDS: list[Shard] = [
-    {f"{number:05}": (data, (f"picture {number % 5}",)) for number, data in enumerate(some)}
+    {f"{number:05}": (data, (f"picture {number}",)) for number, data in enumerate(some)}
     for some in (PICTURES[:12], [*PICTURES[12:24], AGAIN], PICTURES[24:])
 ]
 ENTRIES = [data for shard in SHARDS for data, _ in shard.values()]
