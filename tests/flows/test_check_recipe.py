@@ -15,6 +15,7 @@ from artifacts.records import FORMAT, encode_record
 from configs.checks import Finding, collect
 from configs.errors import Away
 from configs.load_recipe import load_recipe
+from configs.settings.describe import Describe
 from configs.settings.recipe import Recipe
 from flows.doctor import examine, recipe_checks
 from flows.run import enter_before_server, prepare
@@ -58,6 +59,19 @@ def test_a_recipe_whose_places_answer_has_no_problem(sd2: Recipe, hub: HubServer
     assert found["problem"] == []
     assert f"model.path: {sd2.model.path} (on the hub, 2 files)" in found["ok"]
     assert any(line.startswith("source: ") and line.endswith(" opens") for line in found["ok"])
+
+
+def test_the_models_of_describers_are_looked_for(sd2: Recipe, hub: HubServer) -> None:
+    hub.repositories["team/clip"] = Repository(dict(MODEL))
+    describers = {
+        "clip": {"kind": "clip", "model": "team/clip"},
+        "nsfw": {"kind": "onnx", "model": "absent.onnx", "labels": ["a"]},
+    }
+    describe = Describe.model_validate({"describers": describers})
+    found = check(sd2.model_copy(update={"describe": describe}))
+    assert "describe.describers.clip.model: team/clip (on the hub, 2 files)" in found["ok"]
+    (problem,) = found["problem"]
+    assert problem.startswith("describe.describers.nsfw.model: file absent.onnx: no such file")
     assert f"store: {sd2.store} can be written" in found["ok"]
     fetched = [path for method, path in hub.requests if method == "GET" and WEIGHTS in path]
     assert fetched == []

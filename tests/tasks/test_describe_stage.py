@@ -201,6 +201,18 @@ def test_one_more_describer_runs_alone_and_a_new_name_runs_none(
     assert rows(second, "embedding", "phash_phash") == rows(first, "clip", "hash_phash")
 
 
+@pytest.mark.extended
+def test_bytes_do_not_depend_on_the_number_of_processes(
+    tmp_path: Path, clip: dict[str, Any]
+) -> None:
+    recipe = recipe_of(tmp_path, {"clip": clip, "hash": HASH})
+    images = build(recipe)
+    one = describe(recipe, images)
+    described = recipe.describe.model_copy(update={"processes": 2})
+    two = recipe.model_copy(update={"store": str(tmp_path / "two"), "describe": described})
+    assert describe(two, images).digest == one.digest
+
+
 def test_a_caption_is_described_anew_only_by_those_that_read_it(
     tmp_path: Path, clip: dict[str, Any]
 ) -> None:
