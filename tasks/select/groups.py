@@ -17,10 +17,7 @@ from numpy.typing import NDArray
 from configs.settings.select import Select
 from tasks.encode.near_duplicates import SIDE
 from tasks.select import duplicates
-from tasks.sql_condition import quoted
 
-#: Rows of a batch from DuckDB.
-BATCH = 1 << 14
 #: Columns of descriptions -> rows with their ids.
 Describe = Callable[[list[str]], pa.RecordBatchReader]
 
@@ -38,32 +35,28 @@ def group_pictures(
         describe: returns columns of the descriptions, and the ids of their pictures.
         folder: for thumbnails and embeddings, 256 and 2 x D bytes a picture.
     """
-    db.execute(
-        "create or replace temp table pictures as "
-        "select id, row_number() over (order by id) - 1 as picture "
-        "from (select distinct id from listed)"
-    )
-    ids = db.sql("select id from pictures order by picture").to_arrow_table()["id"]
+    ids = db.sql("select distinct id from listed order by id").to_arrow_table()["id"]
+    numbers = sha256_numbers(ids)[:, 0]  # no two of 50 M pictures have the same first 8 bytes
     count = len(ids)
     near = duplicates.ungrouped(count)
     if select.duplicates.perceptual:
-        near = _join_near_hashes(db, describe, select, folder, near)
+        near = _join_near_hashes(numbers, describe, select, folder, near)
     similar = near
     if name := select.duplicates.semantic:
-        rows, embeddings = _embeddings(db, describe, name, count, folder)
+        rows, embeddings = _embeddings(numbers, describe, name, folder)
         least = select.duplicates.min_cosine
         similar = duplicates.join_near_embeddings(near, rows, embeddings, least)
     cluster = pa.nulls(count, pa.int64())
     if select.clusters is not None:
-        rows, embeddings = _embeddings(db, describe, select.clusters.describer, count, folder)
-        numbers = np.full(count, -1)
-        numbers[rows] = duplicates.clusters(rows, embeddings, select.clusters.count)
-        cluster = pa.array(numbers, mask=numbers < 0)
+        rows, embeddings = _embeddings(numbers, describe, select.clusters.describer, folder)
+        clusters = np.full(count, -1)
+        clusters[rows] = duplicates.clusters(rows, embeddings, select.clusters.count)
+        cluster = pa.array(clusters, mask=clusters < 0)
     return pa.table({"id": ids, "kiln_near": near, "kiln_similar": similar, "cluster": cluster})
 
 
 def _join_near_hashes(
-    db: duckdb.DuckDBPyConnection,
+    numbers: NDArray[np.uint64],
     describe: Describe,
     select: Select,
     folder: Path,
@@ -75,8 +68,8 @@ def _join_near_hashes(
     pictures = [np.zeros(0, np.int64)]
     hashes = [np.zeros((2, 0), np.uint64)]
     with (folder / "thumbnails").open("wb") as file:
-        for some, values in _described(db, describe, columns):
-            pictures.append(some.copy())  # a view would keep the batch, with its thumbnails
+        for some, values in _described(numbers, describe, columns):
+            pictures.append(some)
             hashes.append(np.stack([values[column] for column in columns[:2]]))
             file.write(values[columns[2]].tobytes())
     rows, places = np.unique(np.concatenate(pictures), return_index=True)
@@ -96,12 +89,13 @@ def _join_near_hashes(
 
 
 def _embeddings(
-    db: duckdb.DuckDBPyConnection, describe: Describe, name: str, count: int, folder: Path
+    numbers: NDArray[np.uint64], describe: Describe, name: str, folder: Path
 ) -> tuple[duplicates.Rows, NDArray[np.float16]]:
     """The pictures that have an embedding, i64 [M], and the embeddings f16 [N, D], on the disk."""
+    count = len(numbers)
     has = np.zeros(count, bool)
     embeddings = np.zeros((0, 1), np.float16)
-    for some, values in _described(db, describe, [name]):
+    for some, values in _described(numbers, describe, [name]):
         vectors = values[name].reshape(len(some), -1)
         if len(embeddings) == 0:
             shape = (count, vectors.shape[1])
@@ -112,24 +106,31 @@ def _embeddings(
 
 
 def _described(
-    db: duckdb.DuckDBPyConnection, describe: Describe, columns: list[str]
+    numbers: NDArray[np.uint64], describe: Describe, columns: list[str]
 ) -> Iterator[tuple[duplicates.Rows, dict[str, NDArray[Any]]]]:
-    """Numbers of pictures, and their values, of those that are described, in batches.
+    """Rows of pictures, and their values, of those that are described, in batches.
 
     The values of lists and of bytes follow each other in one dimension.
+
+    Args:
+        numbers: first 8 bytes of the sha256 of all pictures, sorted, u64 [N].
     """
-    db.register("descriptions", describe(columns))
-    names = ", ".join(map(quoted, columns))
-    query = (
-        f"select picture, {names} from descriptions join pictures using (id) "
-        f"where {quoted(columns[0])} is not null"
-    )
-    for batch in db.sql(query).to_arrow_reader(BATCH):
-        yield batch["picture"].to_numpy(), {name: _values(batch[name]) for name in columns}
-    db.unregister("descriptions")
+    for batch in describe(columns):
+        known = batch.filter(batch[columns[0]].is_valid())
+        rows = np.searchsorted(numbers, sha256_numbers(pa.chunked_array([known["id"]]))[:, 0])
+        yield rows, {name: _values(known[name]) for name in columns}
 
 
 def _values(column: pa.Array) -> NDArray[Any]:
+    if pa.types.is_fixed_size_binary(column.type):
+        column = column.cast(pa.binary())
     if pa.types.is_binary(column.type):
         return np.frombuffer(b"".join(column.to_pylist()), np.uint8)
     return np.asarray(column.flatten() if pa.types.is_list(column.type) else column)
+
+
+def sha256_numbers(ids: pa.ChunkedArray) -> NDArray[np.uint64]:
+    """sha256 of pictures as four numbers of 64 bits, the first bytes in the first: u64 [N, 4]."""
+    fixed = ids.cast(pa.binary(32)).combine_chunks()
+    numbers = np.frombuffer(fixed.buffers()[1], ">u8").reshape(-1, 4)
+    return numbers[fixed.offset : fixed.offset + len(fixed)].astype(np.uint64)

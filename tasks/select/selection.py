@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from artifacts.store import Artifact
 from configs.settings.select import Select
+from tasks.select.groups import sha256_numbers
 from tasks.sql_condition import check_expression, columns_of, quoted, require_columns
 
 FILE = "selection.parquet"
@@ -147,7 +148,7 @@ def choose(
     """
     count = len(entries)
     shown = [n for n in entries.column_names if n not in OWN and not n.startswith(COMPUTED)]
-    ids = _numbers_of_ids(entries["id"])
+    ids = sha256_numbers(entries["id"])
     held_out = ids[:, 0] / 2.0**64 < holdout
     # The split follows the first bytes of the sha256, so a choice by them would prefer one side.
     tie = ids[:, 3]
@@ -216,13 +217,6 @@ def choose(
         "largest_group": int(sizes.max(initial=0)),
     }
     return pa.table(columns), summary
-
-
-def _numbers_of_ids(ids: pa.ChunkedArray) -> NDArray[np.uint64]:
-    """sha256 of pictures as four numbers of 64 bits, the first bytes in the first: u64 [N, 4]."""
-    fixed = ids.cast(pa.binary(32)).combine_chunks()
-    numbers = np.frombuffer(fixed.buffers()[1], ">u8").reshape(-1, 4)
-    return numbers[fixed.offset : fixed.offset + len(fixed)].astype(np.uint64)
 
 
 def _pictures(ids: NDArray[np.uint64]) -> Rows:
