@@ -5,6 +5,7 @@ They depend on no condition, so that another threshold compares no pictures agai
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ def group_pictures(
         folder: for thumbnails and embeddings, 256 and 2 x D bytes a picture.
     """
     ids = db.sql("select distinct id from listed order by id").to_arrow_table()["id"]
-    numbers = sha256_numbers(ids)[:, 0]  # no two of 50 M pictures have the same first 8 bytes
+    numbers = sha256_numbers(ids)[
+        :, 0
+    ].copy()  # no two of 50 M pictures have the same first 8 bytes
     count = len(ids)
     near = duplicates.ungrouped(count)
     if select.duplicates.perceptual:
@@ -75,16 +78,18 @@ def _join_near_hashes(
     rows, places = np.unique(np.concatenate(pictures), return_index=True)
     if len(rows) == 0:
         return groups
-    thumbnails = np.memmap(folder / "thumbnails", np.uint8, "r").reshape(-1, SIDE, SIDE)
+    with (folder / "thumbnails").open("rb") as stored:
+        mapped = mmap.mmap(stored.fileno(), 0, access=mmap.ACCESS_READ)
+    every = np.frombuffer(mapped, np.uint8).reshape(-1, SIDE, SIDE)
+
+    def thumbnails(some: duplicates.Rows) -> NDArray[np.uint8]:
+        found = every[places[some]]
+        mapped.madvise(mmap.MADV_DONTNEED)  # pages that were read stay in the kernel's cache alone
+        return found
+
     own, mirrored = np.concatenate(hashes, axis=1)[:, places]
     return duplicates.join_near_hashes(
-        groups,
-        rows,
-        own,
-        mirrored,
-        lambda some: thumbnails[places[some]],
-        chosen.distance,
-        chosen.min_correlation,
+        groups, rows, own, mirrored, thumbnails, chosen.distance, chosen.min_correlation
     )
 
 
