@@ -344,7 +344,10 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
         settings = dict(zip(values, combination, strict=True))
         trial = Trial(settings, load_recipe(name, {**overrides, **settings}))
         used = with_defaults_without_effect(trial.recipe)
-        same = known.setdefault(json.dumps(used.train.key_settings()), trial)
+        keys = [used.train.key_settings()]
+        if used.caption is not None:
+            keys.append(used.caption.key_settings() | {"model": used.caption.model})
+        same = known.setdefault(json.dumps(keys), trial)
         if same is not trial:
             raise Refused(f"sweep: {same.label} and {trial.label} train equal weights")
         trials.append(trial)

@@ -371,11 +371,18 @@ INPUTS: Mapping[StageName, Sequence[StageName]] = {
 }
 
 
-def stages_of(run: Run, tasks: Tasks = TASKS) -> Iterator[Any]:
-    """The final state of each stage of the recipe, in order."""
-    states: dict[StageName, Any] = {}
+def stages_of(
+    run: Run, tasks: Tasks = TASKS, done: Mapping[StageName, Any] | None = None
+) -> Iterator[Any]:
+    """The final state of each stage of the recipe, in order.
+
+    Args:
+        done: final states of stages that other runs share; their tasks do not run.
+    """
+    states: dict[StageName, Any] = {**(done or {})}
     for stage in run.recipe.stages:
-        states[stage] = run_task(tasks[stage], run, *map(states.get, INPUTS[stage]))
+        if stage not in states:
+            states[stage] = run_task(tasks[stage], run, *map(states.get, INPUTS[stage]))
         yield states[stage]
 
 

@@ -1,4 +1,4 @@
-"""The flow `sweep`: one download and encode, a training per trial, and the best to the gate."""
+"""The flow `sweep`: one data set per captioner, a training per trial, and the best to the gate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from artifacts.latent_shards import open_latents
 from configs.errors import Failed, UserError
 from configs.load_recipe import Trial, load_trials
 from configs.secrets import one_line, redacted_errors
+from configs.settings.caption import Caption
 from flows import flow_process, task_limits
 from flows.finetune import INPUTS, evaluate, final_state, publish, report_of, stages_of, train
 from flows.run import Run, prepare, stages_until
@@ -63,21 +64,24 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     first = replace(runs[0], trials=[run.recipe for run in runs])
     settings = first.recipe.sweep
     data = [*islice(stages_of(first), len(stages_until(first.recipe, "encode")))]
-    images, *_, latents = data
+    captioned = [(first.recipe.caption, data)]
+    latents = data[-1]
     with failing(compare_sweep_trials.STAGE):
         opened = retrying(lambda: open_latents(latents.result().load(first.store).uri))
         compare_sweep_trials.check_metric(first.recipe, held_out=opened.held_out)
     outcomes: list[dict[str, Any]] = []
     measured: dict[int, list[Any]] = {}
+    used: dict[int, list[Any]] = {}
     for number, (trial, run) in enumerate(zip(trials, runs, strict=True)):
         log.info("sweep: trial %d of %d: %s", number + 1, len(trials), trial.label)
-        outcome, measured[number] = _try(number + 1, trial, run, images, latents)
+        outcome, used[number], measured[number] = _try(number + 1, trial, run, captioned)
         outcomes.append(outcome)
         _show(first, outcomes, {"trials": f"{number + 1} of {len(trials)}"})
     best = compare_sweep_trials.choose_best(outcomes, settings)
     if best is None:
         raise Failed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
     winner = runs[best]
+    images, *_, latents = data = used[best]
     if most_rounds(winner.recipe.evaluate) > 1:  # the trials were compared on one round each
         trained, _ = measured[best]
         measured[best][1] = run_task(evaluate, winner, images, latents, trained)
@@ -90,14 +94,35 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     return final_state(report, published)
 
 
+#: The section `caption` of trials, and the final states of their stages up to encode.
+Captioned = list[tuple[Caption | None, list[Any]]]
+
+
+def _data_of(run: Run, captioned: Captioned) -> list[Any]:
+    """The final states of a trial's stages up to encode; captions are made once."""
+    for caption, data in captioned:
+        if caption == run.recipe.caption:
+            return data
+    stages = stages_until(run.recipe, "encode")
+    states = zip(stages, captioned[0][1], strict=True)
+    shared = {stage: state for stage, state in states if stage not in ("caption", "encode")}
+    data = [*islice(stages_of(run, done=shared), len(stages))]
+    captioned.append((run.recipe.caption, data))
+    return data
+
+
 def _try(
-    number: int, trial: Trial, run: Run, images: Any, latents: Any
-) -> tuple[dict[str, Any], list[Any]]:
-    """Train and evaluate a trial; returns its outcome, and the final states unless it failed."""
+    number: int, trial: Trial, run: Run, captioned: Captioned
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """Train and evaluate a trial, with its captions.
+
+    Returns its outcome, and unless it failed, the final states up to encode and of its own stages.
+    """
     outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
     rounds = most_rounds(run.recipe.evaluate)
     try:
+        data = images, *_, latents = _data_of(run, captioned)
         trained = run_task(train, run, latents, name=f"train {number}")
         compared = run
         if rounds > 1:
@@ -113,9 +138,9 @@ def _try(
         log.warning(
             "sweep: trial %d failed: %s", number, text, exc_info=not isinstance(error, UserError)
         )
-        return outcome | {"error": text}, []
+        return outcome | {"error": text}, [], []
     measurement = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
-    return outcome | measurement | {"status": "measured"}, [trained, evaluated]
+    return outcome | measurement | {"status": "measured"}, data, [trained, evaluated]
 
 
 def _show(run: Run, outcomes: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:

@@ -136,6 +136,13 @@ class Caption(Section):
     beam: dict[str, Any] = setting({}, not_in_key="execution")
     """Beam pipeline options of this stage, over those of section `beam`."""
 
+    @property
+    def places(self) -> dict[str, str]:
+        """Dotted setting -> folder, hub id or URL of the model, or URLs of the servers."""
+        if self.endpoint is None:
+            return {"caption.model": self.model}
+        return {f"caption.endpoint.urls.{n}": url for n, url in enumerate(self.endpoint.urls)}
+
     def faults(self) -> Iterator[str]:
         for name, prompt in self.prompts.items():
             if not re.fullmatch("[a-z][a-z0-9_]*", name) or name in RESERVED_PROMPTS:

@@ -186,8 +186,8 @@ class Sweep(Section):
     """Train once per combination of values; used by `kiln sweep` alone."""
 
     values: Annotated[dict[str, tuple[Any, ...]], NullDrops] = setting({})
-    """Dotted setting of section `train` -> the values to try. Several settings form a grid; null
-    instead of values drops those of the extended recipe."""
+    """Dotted setting of section `train` or `caption` -> the values to try. Several settings form a
+    grid; null instead of values drops those of the extended recipe."""
     metric: str = HOLDOUT_LOSS
     """Metric of the evaluation that selects the best trial."""
     mode: Literal["min", "max"] | None = None
@@ -198,10 +198,10 @@ class Sweep(Section):
     @classmethod
     def _check_values(cls, values: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         for name, tried in values.items():
-            if not name.startswith("train."):
+            if not name.startswith(("train.", "caption.")):
                 raise ValueError(
-                    f"{name} cannot be swept: trials share download, encode and evaluation, so "
-                    "only settings of `train` can"
+                    f"{name} cannot be swept: trials share download, selection and evaluation, so "
+                    "only settings of `train` and `caption` can"
                 )
             if not tried:
                 raise ValueError(f"{name} has no values")

@@ -248,6 +248,7 @@ def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, s
         **{f"evaluate.judges.{name}": path for name, path in judges},
         **{f"evaluate.prompts.{n}.file": prompts.file for n, prompts in measuring.prompts.items()},
         **(recipe.describe.models if recipe.describe else {}),
+        **(recipe.caption.places if recipe.caption else {}),
         "publish.registry": recipe.publish.registry,
     }
     yield "store", recipe.store
@@ -261,7 +262,7 @@ def _why_not(setting: str, place: str, shared: Sequence[str]) -> str | None:
         section, _, name = setting.partition(".")
         is_file = name == "inception" or name.endswith((".file", ".head"))
         is_file = is_file or place.endswith(".onnx")
-        is_model = section in ("model", "describe", "evaluate") and not is_file
+        is_model = section in ("model", "describe", "caption", "evaluate") and not is_file
         is_shipped = Path(os.path.abspath(place)).is_relative_to(SHIPPED)
         if is_shipped or (is_model and is_hub_id(place)):
             return None

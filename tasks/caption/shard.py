@@ -7,6 +7,7 @@ answered of a shard is kept in a journal until the shard is committed.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -49,7 +50,8 @@ class CaptioningPlan:
     model_digest: str = ""
     model_url: str | None = None  # of a copy in the store, for workers without `model`
     clip: Spec | None = None  # describer whose embeddings checks.min_likeness compares with
-    key: str | None = field(default=None, repr=False)  # of the endpoint
+    #: Of the endpoint; remote workers have it in their environment.
+    key: str | None = field(default=None, repr=False)
     device: str = "auto"
 
     stage = STAGE
@@ -80,9 +82,10 @@ class CaptioningPlan:
     def _captioner(self, settings: Caption) -> Captioner:
         decoding = Decoding(settings.max_new_tokens, settings.temperature, settings.seed)
         if settings.endpoint is not None:
-            from tasks.caption.endpoint import EndpointCaptioner
+            from tasks.caption.endpoint import KEY, EndpointCaptioner
 
-            return EndpointCaptioner(settings.endpoint, decoding, settings.prompts, self.key)
+            key = self.key or os.environ.get(KEY)
+            return EndpointCaptioner(settings.endpoint, decoding, settings.prompts, key)
         from tasks.caption.vision_language import VisionLanguageModel
 
         assert self.model is not None

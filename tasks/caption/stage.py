@@ -167,7 +167,7 @@ class CaptionStage(Stage):
             clip=self.clip.put(store) if self.clip and is_remote else self.clip,
             device="cpu" if is_endpoint else self.chosen.device,
         )
-        if is_endpoint:
+        if is_endpoint and not is_remote:  # an engine may show what it is sent
             from tasks.caption.endpoint import key_of  # seconds to import
 
             plan = replace(plan, key=key_of(self.recipe.publish.name))

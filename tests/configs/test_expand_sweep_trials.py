@@ -36,6 +36,7 @@ def test_values_may_be_lists_and_words() -> None:
         (sweep(train__learning_rate=[1e-4, -1]), r"train\.learning_rate: .*greater than 0"),
         (sweep(train__lerning_rate=[1]), r"did you mean train\.learning_rate"),
         (sweep(encode__resolution=[64]), r"encode\.resolution cannot be swept: .*`train`"),
+        (sweep(caption__processes=[1, 2]), "train equal weights"),
         (sweep(train__seed=[]), r"train\.seed has no values"),
         (sweep(train__device=["cpu", "auto"]), "train equal weights"),
         (sweep(train__lora__rank=[4, 8]), "train equal weights"),  # train.method is full
@@ -86,3 +87,9 @@ def test_options_add_to_the_values_of_an_override() -> None:
     assert found == {"train.steps": 9, "sweep.values": values}
     assert add_values(given, []) == given
     assert add_values({"sweep.values": 3}, ["train.seed=0"]) == {"sweep.values": 3}
+
+
+def test_captioners_can_be_swept() -> None:
+    captioners = ["owner/small", "owner/large"]
+    trials = load_trials("digits", sweep(caption__model=captioners, train__learning_rate=None))
+    assert [trial.recipe.caption and trial.recipe.caption.model for trial in trials] == captioners

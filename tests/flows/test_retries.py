@@ -204,7 +204,7 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
     from flows import retrain, sweep
 
     once = SimpleNamespace(max_pictures=None)
-    recipe = SimpleNamespace(sweep=None, place=None, evaluate=once)
+    recipe = SimpleNamespace(sweep=None, place=None, evaluate=once, caption=None)
     here: Any = SimpleNamespace(store=None, recipe=recipe)
     one: Any = SimpleNamespace(load=lambda *_: None, latents="")
     monkeypatch.setattr("flows.retrain.new_samples", away_once(3))
@@ -214,7 +214,7 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
     monkeypatch.setattr(sweep, "report_of", lambda _: {"metrics": {}, "stages": {}})
     monkeypatch.setattr(sweep.compare_sweep_trials, "tuned_metrics", lambda *_: {})
     monkeypatch.setattr(sweep.compare_sweep_trials, "read_curve", away_once([(1, 0.5)]))
-    outcome, _ = sweep._try(1, Trial({}, here.recipe), here, one, one)
+    outcome, *_ = sweep._try(1, Trial({}, here.recipe), here, [(None, [one, one])])
     assert (outcome["status"], outcome["curve"]) == ("measured", [(1, 0.5)])
     assert waited == [10.0, 10.0]
 

@@ -1,12 +1,14 @@
 """`kiln sweep`: shared download and encode; the best is published, a failed trial is lost alone."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from caption_server import CaptionServer
 from kill_training import kill_at_record
 
 import flows.sweep as sweep_flow
@@ -68,6 +70,28 @@ def test_the_best_trial_is_published_and_a_failed_one_does_not_end_the_others(
     assert "rejected by the gate: holdout_loss < 0" in said
 
 
+def test_captioners_share_a_download_and_have_a_training_each(
+    here: Callable[..., str], api: str, small: dict[str, Any]
+) -> None:
+    with CaptionServer() as server:
+        endpoint = {"urls": [server.base_url], "model": "unset"}
+        prompts = {"all": "Describe it:"}
+        names = {"caption.endpoint.model": ["one", "other"], RATE: None}
+        given = {**small, "caption": {"endpoint": endpoint, "prompts": prompts}}
+        given |= {"sweep.values": names}
+        report: Report = json.loads(
+            here("sweep", "digits", "--json", overrides=given, api=api).splitlines()[-1]
+        )
+        asked = Counter(body["model"] for body in server.bodies)
+    assert asked == {"one": 60, "other": 60}
+    assert [trial["status"] for trial in report["trials"]] == ["measured", "measured"]
+    made = {
+        stage: len([*Path(small["store"], stage).glob("*/manifest.json")])
+        for stage in ("download", "caption", "encode", "train")
+    }
+    assert made == {"download": 1, "caption": 2, "encode": 2, "train": 2}
+
+
 def test_a_trials_metrics_are_its_evaluations_not_its_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +114,8 @@ def test_a_trials_metrics_are_its_evaluations_not_its_losses(
 
     monkeypatch.setattr(sweep_flow, "run_task", done)
     run: Any = SimpleNamespace(recipe=recipe, store=store)
-    outcome, _ = sweep_flow._try(1, Trial({}, recipe), run, None, None)
+    captioned: Any = [(None, [None, None])]
+    outcome, *_ = sweep_flow._try(1, Trial({}, recipe), run, captioned)
     assert (outcome["status"], outcome["error"]) == ("measured", None)
     assert outcome["metrics"] == {"holdout_loss": {"value": 0.2}}
     assert outcome["curve"] == [(1, 0.4), (2, 0.4)]
@@ -109,9 +134,9 @@ def test_a_bug_in_a_trial_is_logged_with_its_traceback(
     monkeypatch.setattr(sweep_flow, "run_task", fail)
     none: Any = None
     once = SimpleNamespace(max_pictures=None)
-    run: Any = SimpleNamespace(recipe=SimpleNamespace(place=none, evaluate=once))
+    run: Any = SimpleNamespace(recipe=SimpleNamespace(place=none, evaluate=once, caption=none))
     with caplog.at_level("WARNING", logger="kiln"):
-        outcome, states = sweep_flow._try(1, Trial({}, none), run, none, none)
+        outcome, _, states = sweep_flow._try(1, Trial({}, none), run, [(none, [none, none])])
     assert (outcome["status"], states) == ("failed", [])
     assert ("Traceback" in caplog.text) is traced
 
