@@ -37,9 +37,8 @@ def group_pictures(
         folder: for thumbnails and embeddings, 256 and 2 x D bytes a picture.
     """
     ids = db.sql("select distinct id from listed order by id").to_arrow_table()["id"]
-    numbers = sha256_numbers(ids)[
-        :, 0
-    ].copy()  # no two of 50 M pictures have the same first 8 bytes
+    # Of 50 M pictures, no two have the same first 8 bytes.
+    numbers = sha256_numbers(ids)[:, 0].copy()
     count = len(ids)
     near = duplicates.ungrouped(count)
     if select.duplicates.perceptual:
