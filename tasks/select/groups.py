@@ -5,7 +5,7 @@ They depend on no condition, so that another threshold compares no pictures agai
 
 from __future__ import annotations
 
-import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,19 +77,18 @@ def _join_near_hashes(
     rows, places = np.unique(np.concatenate(pictures), return_index=True)
     if len(rows) == 0:
         return groups
-    with (folder / "thumbnails").open("rb") as stored:
-        mapped = mmap.mmap(stored.fileno(), 0, access=mmap.ACCESS_READ)
-    every = np.frombuffer(mapped, np.uint8).reshape(-1, SIDE, SIDE)
-
-    def thumbnails(some: duplicates.Rows) -> NDArray[np.uint8]:
-        found = every[places[some]]
-        mapped.madvise(mmap.MADV_DONTNEED)  # pages that were read stay in the kernel's cache alone
-        return found
-
     own, mirrored = np.concatenate(hashes, axis=1)[:, places]
-    return duplicates.join_near_hashes(
-        groups, rows, own, mirrored, thumbnails, chosen.distance, chosen.min_correlation
-    )
+    with (folder / "thumbnails").open("rb") as stored:
+
+        def thumbnails(some: duplicates.Rows) -> NDArray[np.uint8]:
+            size = SIDE * SIDE  # a mapped file would count as memory of this process
+            read = (
+                os.pread(stored.fileno(), size, size * place) for place in places[some].tolist()
+            )
+            return np.frombuffer(b"".join(read), np.uint8).reshape(-1, SIDE, SIDE)
+
+        limits = (chosen.distance, chosen.min_correlation)
+        return duplicates.join_near_hashes(groups, rows, own, mirrored, thumbnails, *limits)
 
 
 def _embeddings(
