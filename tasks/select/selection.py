@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from artifacts.store import Artifact
+from configs.errors import Refused
 from configs.settings.select import Select
 from tasks.select.groups import sha256_numbers
 from tasks.sql_condition import check_expression, columns_of, quoted, require_columns
@@ -24,6 +25,8 @@ from tasks.sql_condition import check_expression, columns_of, quoted, require_co
 FILE = "selection.parquet"
 #: Columns of entries that every selection reads.
 OWN = ("tar", "row", "id", "kiln_near", "kiln_similar")
+#: Columns that a selection adds.
+ADDED = ("kept", "reason", "group")
 #: Prefix of columns that only `choose` reads.
 COMPUTED = "kiln_"
 LEAKED = "near-duplicate of a held-out picture"
@@ -54,10 +57,19 @@ def named_columns(select: Select) -> dict[str, str]:
 
 
 def require_named(select: Select, columns: Sequence[str]) -> list[str]:
-    """The columns that a section reads, as a table spells them. Raises Refused if one is absent."""
+    """The columns that a section reads, as a table spells them.
+
+    Raises:
+        Refused: one is absent, or two have its name.
+    """
     spelt = {name.lower(): name for name in columns}  # DuckDB ignores case
+    taken = [*(name.lower() for name in columns), *ADDED]
     named = {spelt.get(n.lower(), n): setting for n, setting in named_columns(select).items()}
     for name, setting in named.items():
+        if taken.count(name.lower()) > 1:
+            why = f"the table of pictures has another column {name.lower()!r}"
+            remedy = "rename the describer or the list's column"
+            raise Refused(why, setting=setting, remedy=remedy)
         require_columns({setting: name}, columns, "the table of pictures")
     return [name for name in named if name not in OWN]
 

