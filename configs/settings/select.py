@@ -27,7 +27,8 @@ class Duplicates(Section):
     """Cosine of two embeddings from which pictures are semantic duplicates."""
     keep: Literal["largest", "best", "first"] = "largest"
     """Picture of a group that is kept. largest: the most pixels; best: the highest `prefer`; first:
-    the first in the order of image shards. Among equals, the sha256 decides."""
+    the first in its image shard, where rows are in the list's order; shards are in no order. Among
+    equals, the sha256 decides."""
 
 
 class Clusters(Section):

@@ -120,8 +120,9 @@ def _described(
     """
     for batch in describe(columns):
         known = batch.filter(batch[columns[0]].is_valid())
-        rows = np.searchsorted(numbers, sha256_numbers(pa.chunked_array([known["id"]]))[:, 0])
-        yield rows, {name: _values(known[name]) for name in columns}
+        if len(known):
+            rows = np.searchsorted(numbers, sha256_numbers(pa.chunked_array([known["id"]]))[:, 0])
+            yield rows, {name: _values(known[name]) for name in columns}
 
 
 def _values(column: pa.Array) -> NDArray[Any]:

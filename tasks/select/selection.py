@@ -167,6 +167,7 @@ def choose(
     preferred = np.lexsort((tie, -pc.fill_null(entries["kiln_preference"], -np.inf).to_numpy()))
     near = entries["kiln_near"].to_numpy()
     similar = entries["kiln_similar"].to_numpy()
+    spelt = {name.lower(): name for name in entries.column_names}  # DuckDB ignores case
     remaining = _Remaining(count)
 
     meets = pc.fill_null(entries["kiln_meets"], False).to_numpy()
@@ -193,11 +194,11 @@ def choose(
         remaining.drop(remaining.places(similar, best) > 0, "semantic duplicate")
 
     for name, most in select.cap.items():
-        over = remaining.places(_codes(entries[name]), preferred) >= most
+        over = remaining.places(_codes(entries[spelt[name.lower()]]), preferred) >= most
         remaining.drop(over, f"cap of {name}")
     order = preferred
     if select.balance is not None:
-        values = _codes(entries[select.balance.by])
+        values = _codes(entries[spelt[select.balance.by.lower()]])
         sizes = np.bincount(values[remaining.kept])
         rarest = sizes[sizes > 0].min(initial=count)
         places = remaining.places(values, preferred)

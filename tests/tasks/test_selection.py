@@ -171,6 +171,24 @@ def test_a_cap_keeps_the_preferred_of_each_value(tmp_path: Path) -> None:
     assert dropped == [0, 1, 8]
 
 
+def test_columns_are_named_in_capitals_or_small_letters(tmp_path: Path) -> None:
+    rows = [entry(n, host="aabbbb"[n]) for n in range(6)]
+    found = reasons(rows, tmp_path, cap={"HOST": 3}, balance={"by": "Host"}, where="SCORE > 0")
+    assert sorted(found) == ["", "", "", "", "balance of Host", "cap of HOST"]
+
+
+def test_pictures_without_descriptions_are_in_no_group_and_no_cluster(tmp_path: Path) -> None:
+    rows = [entry(n, **dict.fromkeys(DESCRIBED)) for n in range(3)]
+    settings: dict[str, Any] = {
+        "duplicates": {"perceptual": "hash", "semantic": "clip"},
+        "clusters": {"describer": "clip"},
+        "cap": {"cluster": 3},
+    }
+    table, summary = select(rows, tmp_path, **settings)
+    assert (summary["kept"], summary["groups"]) == (3, 0)
+    assert table["cluster"].to_pylist() == [None] * 3
+
+
 def test_clusters_are_capped_like_any_column(tmp_path: Path) -> None:
     rows = [entry(n, clip=np.eye(64)[n % 3].tolist(), like=n) for n in range(12)]
     clusters = {"describer": "clip", "count": 3}
