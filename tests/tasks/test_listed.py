@@ -10,7 +10,7 @@ from source_rows import png
 
 from artifacts.store import Artifact, Store
 from tasks import download
-from tasks.download.listed import listed
+from tasks.download.listed import HOST, listed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -63,3 +63,16 @@ def test_a_list_has_its_columns_with_the_types_of_all_values(tmp_path: Path) -> 
     assert found == [
         (f"picture {n}", n / 2, mixed[n], "", 8, len(f"picture {n}")) for n in range(12)
     ]
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("https://Cdn.Example.org:8443/a@b.jpg?host=c", "cdn.example.org"),
+        ("http://user:word@a.example/1.jpg", "a.example"),
+        ("s3://bucket/pictures/1.jpg", "bucket"),
+        ("pictures.tar#1.jpg", ""),
+    ],
+)
+def test_a_host_is_that_of_its_url_without_user_and_port(url: str, host: str) -> None:
+    assert duckdb.execute(f"select {HOST} from (select ? as url)", [url]).fetchall() == [(host,)]
