@@ -252,7 +252,9 @@ def _machine_checks(
     def nvidia() -> Iterator[Finding]:
         wanted = False
         if recipe is not None and recipe.runtime == "torch":
-            devices = devices_here(recipe, stages_without_pool(recipe.place)).values()
+            devices = devices_here(
+                recipe, stages_without_pool(recipe.place, recipe.stages)
+            ).values()
             wanted = any(name.startswith("cuda") for name in devices)
         return nvidia_driver(cuda, installed.get("torch"), wanted=wanted)
 
@@ -276,7 +278,7 @@ def _trains_on_cpu(probe: Probe, recipe: Recipe | None) -> Iterator[Finding]:
     """
     if recipe is None or recipe.runtime != "torch" or "cuda" in probe.names:
         return
-    here = devices_here(recipe, stages_without_pool(recipe.place))
+    here = devices_here(recipe, stages_without_pool(recipe.place, recipe.stages))
     if here and not probe.available:
         yield problem(f"runtime torch: {probe.reason}")
     elif here.get("train.device") == "auto":

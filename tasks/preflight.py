@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -119,7 +120,8 @@ class Doors:
 
         def find() -> Iterator[Finding]:
             evaluated = {} if store is None else newest_estimates(self.recipe, store)
-            return map(note, undecidable(self.recipe, evaluated))
+            with suppress(Refused, Away):  # of prompt files, which `evaluate.check` tells
+                yield from map(note, undecidable(self.recipe, evaluated))
 
         return Check("power of the gate", find, remote=store is not None and not store.is_local)
 
@@ -250,7 +252,7 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
     yield fine(f"{setting}: {store.url} can be written")
 
 
-def stages_without_pool(place: Place, stages: Sequence[StageName] = STAGES) -> list[StageName]:
+def stages_without_pool(place: Place, stages: Sequence[StageName]) -> list[StageName]:
     """The stages that are built on this machine."""
     return [stage for stage in stages if stage not in place.pools()]
 

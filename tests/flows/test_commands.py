@@ -48,6 +48,7 @@ TELLING = {
     "verify": ["verify", "--store", "{place}/store"],
     "gc": ["gc", "--store", "{place}/store"],
     "plan": ["plan", "digits"],
+    "data": ["data", "digits", "--skip-page"],
     "run": ["run", "digits", "-o", "train.stpes=1"],
     "retrain": ["retrain", "digits", "-o", "retrain.reply=1"],
     "sweep": ["sweep", "digits", "--set", "encode.resolution=32,64"],

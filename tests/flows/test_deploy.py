@@ -14,13 +14,13 @@ from kiln_command import is_running, processes_below
 from prefect_server import Server, deployed
 
 from configs.load_recipe import load_recipe
-from configs.settings.recipe import STAGES
 from flows.retrain import one_at_a_time
 from tasks.publish.stage import registry_of
 
 #: Two workers of one pool would start each other's runs.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployed")]
 PATIENCE = 600  # seconds, for a machine that does much else
+STAGES = load_recipe("digits").stages
 #: Whose results each stage is given.
 PARENTS = {
     "encode": ["download"],

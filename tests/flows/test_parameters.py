@@ -35,7 +35,7 @@ def test_the_form_has_every_parameter_and_the_stages() -> None:
     ("given", "words"),
     [
         ({"overrides": ["train.steps=3"]}, "valid dictionary"),
-        ({"until": "encod"}, "'download', 'encode', 'train', 'evaluate' or 'publish'"),
+        ({"until": "encod"}, "'caption', 'encode', 'train', 'evaluate' or 'publish'"),
     ],
 )
 def test_parameters_of_a_wrong_type_are_refused(given: dict[str, Any], words: str) -> None:

@@ -22,13 +22,13 @@ from configs.load_recipe import load_recipe
 from configs.settings.generate import read_settings
 from flows import send_stage, store_commands, work_pools
 from tasks import code_version
-from tasks.build_or_reuse import STAGES
 from tasks.generate import locate
 from tasks.progress import artifact_key
 from tasks.publish.hub import token_block
 from tasks.publish.registry import Registry, model_names
 
 APPLY = ROOT / "deploy/automations/apply.py"
+STAGES = load_recipe("digits").stages
 TEAMS = ("audio", "vision")
 
 
