@@ -32,6 +32,8 @@ STAGES = ("plan", IMAGES, "describe", "select", "caption", "encode", "train")
 WHERE = "select.where"
 #: Kind of a describer, and name of its value with many numbers.
 EMBEDDING = ("clip", "")
+#: Columns of `entries` that no column of a list replaces.
+OF_STAGES = ("kept", "reason", "group", "captions", "bad")
 SHOWN_COLUMNS = 20  # on a model card
 MEMORY = "2GB"  # of DuckDB's buffers; the rest is on the disk
 
@@ -105,7 +107,9 @@ class DataSet:
         of prompt -> why its caption is rejected.
         """
         with duckdb.connect(config={"memory_limit": MEMORY}) as db:
-            sides = [_named(db, "list_side", listed(self.artifacts[IMAGES], db))]
+            rows = listed(self.artifacts[IMAGES], db)
+            of_list = (quoted(name) for name in rows.columns if name.lower() not in OF_STAGES)
+            sides = [_named(db, "list_side", rows.project(", ".join(of_list)))]
             sides += self._described(db)
             sides += self._selection(db)
             sides += self._captions(db)

@@ -10,6 +10,7 @@ from source_rows import png
 
 from artifacts.store import Artifact, Store
 from tasks import download
+from tasks.data_set import DataSet
 from tasks.download.listed import HOST, listed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -63,6 +64,16 @@ def test_a_list_has_its_columns_with_the_types_of_all_values(tmp_path: Path) -> 
     assert found == [
         (f"picture {n}", n / 2, mixed[n], "", 8, len(f"picture {n}")) for n in range(12)
     ]
+
+
+def test_a_column_of_the_list_is_not_taken_for_one_of_a_selection(tmp_path: Path) -> None:
+    lines: list[dict[str, object]] = [
+        {"file_name": f"{n}.png", "text": "t", "Kept": "no", "group": n} for n in range(3)
+    ]
+    data = DataSet.before(images_of(tmp_path / "in", tmp_path / "store", lines))
+    with data.opened() as db:
+        found = db.execute('select kept, reason, "group" from entries').fetchall()
+    assert found == [(True, "", None)] * 3
 
 
 @pytest.mark.parametrize(
