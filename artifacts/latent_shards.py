@@ -46,11 +46,16 @@ Float32 = NDArray[np.float32]
 
 INFO = "latents.json"
 LEFT_OUT = "left_out.json"
+HELD_OUT = "held_out.json"
 #: Content of left_out.json: shard's key -> group -> row -> sha256 (hex) of a near-duplicate of a
 #: held-out picture, or NOT_SELECTED. Training and measurements leave them out. The file is absent
 #: without any.
 LeftOut = dict[str, dict[str, dict[int, str]]]
 NOT_SELECTED = ""
+#: Content of held_out.json: shard's key, group and row of each held-out sample that is measured, by
+#: the sha256 of its picture. Other captions and earlier selections move samples to other shards,
+#: but not in this order. The file is absent for the source's captions without a selection.
+HeldOut = list[tuple[str, str, int]]
 #: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
 DTYPES = {
     name: np.dtype(kind)
@@ -246,6 +251,8 @@ class Latents:
 
     info: dict[str, Any]
     shards: list[ShardRef]
+    #: Shard's number, group and row of HeldOut's samples; None: those of the shards, in order.
+    held_out_order: Sequence[tuple[int, str, int]] | None = None
 
     @property
     def text_dtype(self) -> str | None:
@@ -311,10 +318,13 @@ def read_left_out(fs: AbstractFileSystem, root: str, files: Iterable[FileEntry])
     }
 
 
-def read_ids(fs: AbstractFileSystem, path: str) -> dict[str, list[bytes]]:
+def read_ids(fs: AbstractFileSystem, path: str, split: str = "") -> dict[str, list[bytes]]:
     """`<split>/<h>x<w>` -> sha256 of each sample of a shard; no other tensor is read.
 
     Mirrored samples are left out.
+
+    Args:
+        split: the only one to read; "": each.
 
     Raises:
         ValueError: the file is not a latent shard, or is cut short.
@@ -323,7 +333,8 @@ def read_ids(fs: AbstractFileSystem, path: str) -> dict[str, list[bytes]]:
     with fs.open(path, "rb") as stream:
         _, places = read_header(stream, DTYPES)
         for name, place in places.items():
-            if not name.startswith("flipped/") and name.endswith("/id"):
+            is_mirrored = name.startswith("flipped/")
+            if name.startswith(split) and name.endswith("/id") and not is_mirrored:
                 stream.seek(place.start)
                 data = stream.read(place.size)
                 rows = (data[start : start + 32] for start in range(0, place.size, 32))
@@ -354,7 +365,13 @@ def open_latents(url: str) -> Latents:
             rows = left_out.get(shard_key(entry.path), {})
             groups = dict(entry.meta["groups"])
             shards.append(ShardRef(place, entry.size, entry.sha256, groups, rows))
-    return Latents(parse_json(read_checked(fs, root, INFO, info.sha256)), shards)
+    order = next((file for file in record["files"] if file.path == HELD_OUT), None)
+    held_out = None
+    if order is not None:
+        numbers = {shard_key(shard.url): number for number, shard in enumerate(shards)}
+        stored = parse_json(read_checked(fs, root, HELD_OUT, order.sha256))
+        held_out = [(numbers[key], group, row) for key, group, row in stored]
+    return Latents(parse_json(read_checked(fs, root, INFO, info.sha256)), shards, held_out)
 
 
 def write_latent_shard(

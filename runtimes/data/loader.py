@@ -154,6 +154,7 @@ class BatchReader:
     Attributes:
         groups: for each shard, number of samples per group.
         left_out: for each shard, group -> rows that are left out.
+        held_out: the held-out samples, if they have an order of their own.
         shards: the memory-mapped shards.
 
     Raises:
@@ -198,6 +199,8 @@ class BatchReader:
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self.groups = [ref.groups for ref in latents.shards]
         self.left_out = [ref.left_out for ref in latents.shards]
+        order = latents.held_out_order
+        self.held_out = None if order is None else [SampleIndex(*place) for place in order]
         self.shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
         self._rows = KeptRows(self.shards, keep_bytes) if keep_bytes else self.shards
 
@@ -407,7 +410,8 @@ class Holdout:
 
     Args:
         reader: closed with this object.
-        samples: maximum number of held-out samples, evenly spaced over the shards.
+        samples: maximum number of held-out samples: the first of the latents' order, which is
+            random, or evenly spaced over the shards.
         draws: noise draws per sample.
         batch_size: maximum samples per batch.
 
@@ -416,7 +420,10 @@ class Holdout:
     """
 
     def __init__(self, reader: BatchReader, *, samples: int, draws: int, batch_size: int) -> None:
-        self._samples = evenly_spaced(reader.groups, "holdout", samples, reader.left_out)
+        if reader.held_out is None:
+            self._samples = evenly_spaced(reader.groups, "holdout", samples)
+        else:
+            self._samples = reader.held_out[:samples]
         if not self._samples:
             raise Refused("the latents have no held-out samples: raise encode.holdout")
         self._draws = draws

@@ -214,32 +214,20 @@ class Order:
         return labels, turns
 
 
-def evenly_spaced(
-    shards: Sequence[Mapping[str, int]],
-    split: str,
-    count: int,
-    left_out: Sequence[Mapping[str, Iterable[int]]] = (),
-) -> list[SampleIndex]:
-    """At most `count` samples of a split, evenly spaced over all its samples, in order.
-
-    Args:
-        left_out: for each shard, group -> rows that are no samples; without it, all are.
-    """
-    held = []
-    for number, shard in enumerate(shards):
-        for group in sorted(name for name in shard if name.startswith(f"{split}/")):
-            rows = np.arange(shard[group])
-            if left_out:
-                rows = np.delete(rows, [*left_out[number].get(group, ())])
-            if len(rows):
-                held.append((number, group, rows))
-    ends = np.cumsum([len(rows) for _, _, rows in held])
+def evenly_spaced(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[SampleIndex]:
+    """At most `count` samples of a split, evenly spaced over all its samples, in order."""
+    held = [
+        (number, group, size)
+        for number, shard in enumerate(shards)
+        for group, size in sorted(shard.items())
+        if group.startswith(f"{split}/") and size
+    ]
+    ends = np.cumsum([size for _, _, size in held])
     total = int(ends[-1]) if held else 0
     selected = min(count, total)
     samples = []
     for item in (k * total // selected for k in range(selected)):
         turn = int(np.searchsorted(ends, item, side="right"))
-        number, group, rows = held[turn]
-        row = rows[item - (int(ends[turn]) - len(rows))]
-        samples.append(SampleIndex(number, group, int(row)))
+        number, group, size = held[turn]
+        samples.append(SampleIndex(number, group, item - (int(ends[turn]) - size)))
     return samples

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from artifacts.filesystems import ask_at_once
-from artifacts.latent_shards import NOT_SELECTED, LeftOut, read_ids, shard_key
+from artifacts.latent_shards import NOT_SELECTED, HeldOut, LeftOut, read_ids, shard_key
 from artifacts.store import Artifact, KeyParts, Shard, Store
 from tasks.build_or_reuse import recent_artifacts
 from tasks.encode.crop_to_bucket import STAGE
@@ -135,3 +137,26 @@ def not_selected(
         return {}
     found = ask_at_once(store.fs, find, range(len(parts)))
     return {part.key: groups for part, groups in zip(parts, found, strict=True) if groups}
+
+
+def held_out_order(store: Store, shards: Sequence[Shard], dropped: LeftOut) -> HeldOut:
+    """The held-out samples of latent shards by their pictures' sha256.
+
+    Args:
+        dropped: samples that are not selected.
+    """
+
+    def find(shard: Shard) -> list[tuple[bytes, str, str, int]]:
+        [entry] = shard.files
+        groups = read_ids(store.fs, f"{store.shards_path(STAGE)}/{entry.path}", "holdout/")
+        out = dropped.get(shard.key, {})
+        return [
+            (sha256, shard.key, group, row)
+            for group, ids in groups.items()
+            for row, sha256 in enumerate(ids)
+            if row not in out.get(group, {})
+        ]
+
+    found = ask_at_once(store.fs, find, shards)
+    by_id = sorted(chain.from_iterable(found), key=itemgetter(0))
+    return [(key, group, row) for _, key, group, row in by_id]

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from artifacts.latent_shards import INFO, LEFT_OUT, NOT_SELECTED, LeftOut, encode_left_out
+from artifacts.latent_shards import HELD_OUT, INFO, LEFT_OUT, NOT_SELECTED, LeftOut, encode_left_out
 from artifacts.records import digest_json
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed
@@ -31,7 +31,7 @@ from tasks.encode.near_duplicates import (
     copies_of_held_out,
     thumbnail_shards,
 )
-from tasks.encode.parts import ShardPart, not_selected, parts_of
+from tasks.encode.parts import ShardPart, held_out_order, not_selected, parts_of
 from tasks.panels import Facts, Panel, Table
 from tasks.pictures import Pictures, PictureShard
 from tasks.progress import Report
@@ -108,6 +108,9 @@ class EncodeStage(Stage):
         copies = self._copies(draft, shards, parts, progress) if searches else {}
         if left_out := merged(copies, dropped):
             draft.write(LEFT_OUT, encode_left_out(left_out))
+        if len(self.parents) > 1:
+            order = held_out_order(store, shards, dropped)
+            draft.write(HELD_OUT, json.dumps(order).encode())
         summary["copies_left_out"] = sum(map(count_copies, left_out.values()))
         check_samples(summary, self.recipe.encode.max_bad)
         if summary["uncaptioned"]:

@@ -9,20 +9,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from caption_server import CaptionServer
 from encode_stage import Pictures as Shard
 from encode_stage import encode_recipe, images_of, picture_of
 from numpy.typing import NDArray
+from shortest_recipe import shortest_recipe
 
 from artifacts.latent_shards import Latents, LatentScale, LatentShard, open_latents, shard_key
 from artifacts.records import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from runtimes.data.loader import BatchReader, Holdout, Loader
+from runtimes.data.sample_order import SampleIndex
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks.build_or_reuse import build_or_reuse
+from tasks.caption.stage import CaptionStage
 from tasks.encode.crop_to_bucket import TransformSettings, is_holdout
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate.measure import reference_pictures
@@ -71,9 +75,18 @@ class World:
         draft.upload(str(self.scratch), "selection.parquet")
         return draft.commit({}, {})
 
-    def encode(self, kept: Iterable[int] | None) -> Artifact:
+    def captioned(self, model: str) -> Artifact:
+        """Captions by a model of a server."""
+        with CaptionServer() as server:
+            endpoint = {"urls": [server.base_url], "model": model}
+            recipe = shortest_recipe(store=self.store.url, caption={"endpoint": endpoint})
+            stage = CaptionStage(recipe, self.images)
+            draft = self.store.draft(stage.parts)
+            return draft.commit(stage.build(draft, Progress("caption")), {})
+
+    def encode(self, kept: Iterable[int] | None, captions: Artifact | None = None) -> Artifact:
         selected = None if kept is None else self.selection(kept)
-        stage = EncodeStage(self.recipe, self.images, self.base, selected=selected)
+        stage = EncodeStage(self.recipe, self.images, self.base, None, selected, captions)
         build = partial(stage.build, progress=Progress("encode"))
         result = build_or_reuse(self.store, stage.parts, build, parents=stage.parents)
         return result.load(self.store)
@@ -96,21 +109,42 @@ class World:
         return [sample.source_sha256 for shard in self.shards for sample in shard.read()]
 
 
+def reader_of(latents: Latents) -> BatchReader:
+    schedule = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
+    return BatchReader(latents, FAMILIES["sdxl"], Objective(schedule, LatentScale(0.5), seed=0))
+
+
 def measured(latents: Artifact) -> tuple[list[bytes], list[bytes]]:
     """Sha256 of the pictures in an epoch of training, and of those of the held-out loss, sorted."""
     opened = open_latents(latents.uri)
     shards = [LatentShard(ref.url) for ref in opened.shards]
-    schedule = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
-    reader = BatchReader(opened, FAMILIES["sdxl"], Objective(schedule, LatentScale(0.5), seed=0))
+    reader = reader_of(opened)
     order = Loader(reader, batch_size=1, seed=0, window=1).order
     training = [place for step in range(order.total) for place in order.batch(step)]
-    held_out = Holdout(reader, samples=1000, draws=1, batch_size=4)._samples
+    held_out = held_out_samples(reader, 1000)
 
     def ids(places: Iterable) -> list[bytes]:
         return sorted(shards[p.shard].sample(p.group, p.row).id for p in places)
 
     assert len(training) == opened.training and len(held_out) == opened.held_out
     return ids(training), ids(held_out)
+
+
+def held_out_samples(reader: BatchReader, samples: int) -> list[SampleIndex]:
+    """The samples of the held-out loss, in order."""
+    return Holdout(reader, samples=samples, draws=1, batch_size=4)._samples
+
+
+def compared(latents: Artifact) -> list[tuple[bytes, list[int]]]:
+    """Picture's sha256 and caption's token ids of three samples of the held-out loss, in order."""
+    opened = open_latents(latents.uri)
+    samples = held_out_samples(reader_of(opened), 3)
+    found = []
+    for place in samples:
+        shard = LatentShard(opened.shards[place.shard].url)
+        sample = shard.sample(place.group, place.row)
+        found.append((sample.id, shard.input_ids(sample.caption_rows[0]).tolist()))
+    return found
 
 
 def references(pictures: Pictures) -> tuple[list[bytes], list[bytes]]:
@@ -159,6 +193,18 @@ def test_a_changed_selection_encodes_only_what_is_new_and_measures_only_what_is_
 
     again = world.encode(range(0, 41, 2))
     assert again.digest == one.digest and world.encoded.keys() == first.keys() | added
+
+
+def test_captioners_and_earlier_selections_are_compared_on_the_same_held_out_samples(
+    world: World,
+) -> None:
+    one, other = (world.captioned(model) for model in ("one", "other"))
+    world.encode(range(0, 41, 2), one)
+    grown = world.encode(range(41), one)
+    whole = world.encode(range(41), other)
+    assert len(open_latents(grown.uri).shards) > len(open_latents(whole.uri).shards)
+    assert len(compared(grown)) == 3
+    assert compared(grown) == compared(whole)
 
 
 def test_all_pictures_that_were_encoded_without_a_selection_serve_one(world: World) -> None:
