@@ -63,7 +63,7 @@ TELLING = {
 }
 #: Here they are wrong input: nothing is done.
 WRONG = {
-    *("plan", "run", "retrain", "sweep", "place", "generate"),
+    *("plan", "data", "run", "retrain", "sweep", "place", "generate"),
     *("promote", "reject", "rollback", "push", "sign"),
 }
 
