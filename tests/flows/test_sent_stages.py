@@ -206,6 +206,35 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
         work_pools.run_stage.fn(**parameters)
 
 
+@pytest.mark.parametrize(
+    ("stage", "before", "given"),
+    [
+        ("describe", ["download"], ["download"]),
+        ("caption", ["download", "describe"], ["download", None, "describe"]),
+        ("encode", ["download", "caption"], ["download", None, "caption"]),
+    ],
+)
+def test_a_sent_stage_gets_none_for_a_stage_that_the_recipe_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, before: list[str], given: list
+) -> None:
+    places = {f"place.{name}": "gpu" for name in ("describe", "caption", "encode")}
+    sections = {"describe": {"describers": {"hash": {"kind": "hash"}}}, "caption": {}}
+    settings = {**places, **sections, "store": str(tmp_path), "shared_folders": [str(tmp_path)]}
+    recipe = load_recipe("digits", settings)
+    run = Run(recipe, Store(recipe.store), base_of(recipe), MeasuringModels(tmp_path), "a-run")
+    made = [run.store.draft(KeyParts(name, 1, {}, {})).commit({}, {}) for name in before]
+    asked: list[str | None] = []
+
+    def task(run: Any, *results: StageResult | None) -> State[StageResult]:
+        asked.extend(result and result.stage for result in results)
+        return Completed(data=results[0])
+
+    monkeypatch.setattr(work_pools, "TASKS", {stage: task})
+    monkeypatch.setattr(work_pools, "prepare", lambda *_, **__: run)
+    work_pools.run_stage.fn(**sending(run, stage, *made))
+    assert asked == given
+
+
 def test_the_results_before_a_sent_stage_are_in_order(run: Run) -> None:
     stages = reversed(run.recipe.stages[:-1])
     made = {s: run.store.draft(KeyParts(s, 1, {}, {})).commit({}, {}) for s in stages}
