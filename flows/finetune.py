@@ -216,7 +216,7 @@ def publish(
         return _awaiting(run, stage, replace(result, facts=registered), is_new=is_new)
     if is_new:
         emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
-    version = partial(show_version, run.model_name, registered)
+    version = partial(show_version, run.model_name, registered, run.recipe.stages)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
     return run.ended(replace(result, facts=registered), stage.show)
 
@@ -230,7 +230,7 @@ def _awaiting(
     form = _form(model.registry, candidate["version"])
     if is_new:
         emit_awaiting(run.model_name, facts, form)
-    panels = partial(show_candidate, model.registry, candidate, form)
+    panels = partial(show_candidate, model.registry, candidate, form, run.recipe.stages)
     show_in_prefect(artifact_key(run.model_name, "model"), f"{run.model_name}: {why}", panels)
     run.ended(result, model.show)
     log.info("publish: %s", why)

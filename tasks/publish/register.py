@@ -320,7 +320,7 @@ def _warning(what: str) -> Iterator[None]:
         log.warning("%s: %r", what, error)
 
 
-def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
+def show_version(model: str, registered: dict[str, Any], stages: Sequence[str]) -> list[Panel]:
     """The model's URL in the registry, the champion, and links to the model's stages."""
     url = registered["model"]
     champion = registered["champion"]
@@ -332,14 +332,17 @@ def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
     }
     if registered.get("hub"):
         facts["hub"] = registered["hub"]
-    return [Facts("Published", facts), stage_links(model, STAGES_OF_ALL)]
+    return [Facts("Published", facts), stage_links(model, stages)]
 
 
-def show_candidate(registry: Registry, candidate: Entry, form: str | None) -> list[Panel]:
+def show_candidate(
+    registry: Registry, candidate: Entry, form: str | None, stages: Sequence[str] = STAGES_OF_ALL
+) -> list[Panel]:
     """What a person decides on: pictures, metrics, differences, verdicts, and where to decide.
 
     Args:
         form: path of the form in the UI; None without one.
+        stages: of its recipe.
     """
     name, compared = candidate["version"], candidate["champion"]
     version = registry.version(name)
@@ -373,4 +376,4 @@ def show_candidate(registry: Registry, candidate: Entry, form: str | None) -> li
         panels.append(PicturePanel(f"Base above, {compared} below", read(GRID, compared)))
     rows = metric_rows(measured["metrics"], measured["differences"])
     panels.append(Table("Metrics and paired differences, with 95% confidence intervals", rows))
-    return [*panels, stage_links(registry.name, STAGES_OF_ALL)]
+    return [*panels, stage_links(registry.name, stages)]

@@ -172,7 +172,7 @@ def candidate_with_files(run: Run) -> tuple[Registry, dict[str, Any]]:
 def test_the_page_has_what_a_person_decides_on(run: Run) -> None:
     registry, candidate = candidate_with_files(run)
     form = "/deployments/deployment/number/run?parameters=filled"
-    panels = show_candidate(registry, candidate, form)
+    panels = show_candidate(registry, candidate, form, ["caption", "encode"])
     titles = [panel.title for panel in panels]
     assert titles[:3] == ["Candidate", "Decide", "Commands"]
     tables = {panel.title: panel.rows for panel in panels if isinstance(panel, Table)}
@@ -180,7 +180,8 @@ def test_the_page_has_what_a_person_decides_on(run: Run) -> None:
     (row,) = tables["Metrics and paired differences, with 95% confidence intervals"]
     assert {"base", "tuned", "champion", "tuned - champion"} <= row.keys()
     assert titles[4:6] == ["Before and after: base above, v2 below", "Base above, v1 below"]
-    assert f"]({form})" in to_markdown("digits", panels)
+    page = to_markdown("digits", panels)
+    assert f"]({form})" in page and "/artifacts/key/digits-caption" in page
     registry.approve("v2", "anna", "clear strokes")
     decided, *rest = show_candidate(registry, candidate, None)
     assert isinstance(decided, Facts)
