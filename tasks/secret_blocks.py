@@ -33,5 +33,8 @@ def block(name: str, model: str) -> str | None:
 
 
 def secret(variable: str, name: str, model: str) -> str | None:
-    """The secret of a variable of the environment, else of a block, else None."""
-    return os.environ.get(variable) or block(name, model)
+    """The secret of a variable of the environment, else of a block, else None.
+
+    A line break at its end, as files of secrets have, does not count.
+    """
+    return (os.environ.get(variable) or block(name, model) or "").strip() or None

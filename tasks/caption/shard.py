@@ -84,7 +84,7 @@ class CaptioningPlan:
         if settings.endpoint is not None:
             from tasks.caption.endpoint import KEY, EndpointCaptioner
 
-            key = self.key or os.environ.get(KEY)
+            key = self.key or os.environ.get(KEY, "").strip()
             return EndpointCaptioner(settings.endpoint, decoding, settings.prompts, key)
         from tasks.caption.vision_language import VisionLanguageModel
 

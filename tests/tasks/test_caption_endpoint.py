@@ -11,7 +11,7 @@ from artifacts.records import Damaged
 from configs.errors import Away, Failed
 from configs.settings.caption import Endpoint
 from tasks.caption.captioner import Answer, Decoding, Question
-from tasks.caption.endpoint import EndpointCaptioner
+from tasks.caption.endpoint import EndpointCaptioner, check_endpoint, key_of
 
 KEY = "sk-of-the-test"
 
@@ -71,6 +71,14 @@ def test_the_budget_ends_the_stage_and_no_request_exceeds_it() -> None:
     with CaptionServer() as server, pytest.raises(Failed, match="budget of 7 requests is spent"):
         captions_of(server.base_url, max_requests=7)
     assert len(server.keys) == 7
+
+
+def test_a_line_break_at_the_end_of_the_key_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILN_CAPTION_KEY", f"{KEY}\n")
+    assert key_of("digits") == KEY
+    with CaptionServer() as server:
+        settings = Endpoint(urls=(server.base_url,), model="tiny")
+        assert not [*check_endpoint(settings, key_of("digits"))]
 
 
 def test_no_proxy_of_the_environment_sees_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
