@@ -116,9 +116,10 @@ class DataSet:
             known: list[str] = []
             shown: list[str] = []
             for side in sides:
-                columns = [n for n, kind in _columns(db, side) if n not in known and _is_one(kind)]
+                names = [name for name, kind in _columns(db, side) if _is_one(kind)]
+                columns = [name for name in names if name.lower() not in known]
                 shown += [f"{side}.{quoted(name)}" for name in columns]
-                known += columns
+                known += [name.lower() for name in columns]
             if "kept" not in known:
                 shown += ["true as kept", "'' as reason", 'null::bigint as "group"']
             if "captions" not in known:

@@ -187,12 +187,16 @@ def shown(text: str) -> str:
     return repr(line if len(line) <= LONGEST else f"{line[:LONGEST]}…")
 
 
+#: Functions that read the clock, though DuckDB calls them consistent.
+CLOCKS = {"age", "ago", "current_localtime", "current_localtimestamp"}
+
+
 @cache
 def _inconstant() -> set[str]:
     """Functions whose value depends on more than their arguments."""
     query = "select function_name from duckdb_functions() where stability != 'CONSISTENT'"
     with duckdb.connect() as db:
-        return {name for (name,) in db.execute(query).fetchall()}
+        return CLOCKS | {name for (name,) in db.execute(query).fetchall()}
 
 
 def _parts(tree: Any) -> Iterator[dict[str, Any]]:

@@ -141,7 +141,8 @@ class SelectStage(Stage):
         """The shard of `group_pictures`, which another condition or limit does not change."""
         chosen = self.select.key_settings()
         facts = {name: chosen[name] for name in ("duplicates", "clusters")}
-        facts["duplicates"] = {n: v for n, v in facts["duplicates"].items() if n != "keep"}
+        own = {"keep", "exact"}  # which of a group is kept, not the groups
+        facts["duplicates"] = {n: v for n, v in facts["duplicates"].items() if n not in own}
         names = {name for name, _ in self.select.describers.values()}
         digests = (
             {n: d for n, d in describers_of(self.described).items() if n in names}

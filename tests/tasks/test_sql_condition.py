@@ -33,6 +33,7 @@ def test_an_expression_names_the_columns_that_it_reads() -> None:
         ("row_number() over () = 1", "a window function"),
         ("count(*) > 1", "aggregates"),
         ("random() > 0.5", "another value at each run"),
+        ("ago(interval 1 day) > '2026-01-01'", "another value at each run"),
         ("current_setting('home_directory') = label", "another value at each run"),
         ("read_text('/etc/passwd') = label", "table function"),
         ("columns('a.*') > 1", "a star"),
