@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pyarrow as pa
 from PIL import Image
 
 from bench.near_duplicates import COPIES, PHASH_BITS, tiles
-from bench.report import Meter, Rounds, Row, Skip, run_module
+from bench.report import Meter, Rounds, Row, Skip, run_module, spread
 from configs.settings.select import Select
 from tasks.describe.describers import Picture, Spec
 from tasks.describe.pixels import Hash
@@ -29,6 +30,7 @@ from tasks.select import duplicates
 from tasks.select.groups import group_pictures
 
 TILE = 128  # side of a tile, pixels
+SIDES = (128, 256, 512)  # of pictures that are hashed alone
 ORIGINALS = 200  # tiles that have copies
 #: Correlations of thumbnails that are tried: crops correlate less, and so do unlike drawings.
 CORRELATIONS = (0.8, 0.9, 0.96)
@@ -91,40 +93,77 @@ def by_imagededup() -> Group:
     return group
 
 
-def figures_of(name: str, group: Group, pictures: Pictures) -> tuple[dict[str, Any], float]:
-    """Shares of copies in the group of their original, and false joins; pictures per CPU second."""
-    images = [*pictures.values()]
-    group(images[:20])  # what is imported at the first call
-    meter = Meter()
-    groups = group(images)
-    rate = len(images) / meter.elapsed()[1]
+def found_copies(name: str, groups: duplicates.Rows, pictures: Pictures) -> dict[str, Any]:
+    """Shares of copies in the group of their original, and false joins."""
     of = dict(zip(pictures, groups.tolist(), strict=True))
     figures: dict[str, Any] = {}
     for kind in COPIES:
         found = [row == of[number, "original"] for (number, k), row in of.items() if k == kind]
         figures[f"{name}_{kind}_found"] = round(float(np.mean(found)), 3)
     tiles_of = {(group, number) for (number, _), group in of.items()}
-    figures[f"{name}_false_joins"] = len(tiles_of) - len({group for group, _ in tiles_of})
-    figures[f"{name}_pictures_per_cpu_second"] = round(rate)
-    return figures, rate
+    return figures | {f"{name}_false_joins": len(tiles_of) - len({group for group, _ in tiles_of})}
 
 
 def compared_row(rounds: Rounds, name: str, *, quick: bool) -> Row:
-    """`rate_per_core`: decoded pictures, over that of imagededup's PHash, if it is installed."""
+    """`rate_per_core_C`: pictures per CPU second, over that of imagededup's PHash, if installed.
+
+    Both sides have decoded pictures; the rates are medians over rounds in turns.
+    """
     try:
         pictures = planted_pictures()
     except ImportError as error:
         raise Skip(str(error)) from None
-    figures: dict[str, Any] = {"pictures": len(pictures)}
-    ratios = {}
-    for least in CORRELATIONS:
-        found, rate = figures_of(f"{least}", ours(least), pictures)
-        figures |= found
+    images = [*pictures.values()]
+    sides = {f"{least}": ours(least) for least in CORRELATIONS}
     with suppress(ImportError):
-        found, other = figures_of("imagededup", by_imagededup(), pictures)
-        figures |= found
-        ratios["rate_per_core"] = rate / other
+        sides["imagededup"] = by_imagededup()
+    figures: dict[str, Any] = {"pictures": len(images)}
+    for side, group in sides.items():
+        figures |= found_copies(side, group(images), pictures)
+
+    def rate(group: Group, folder: Path) -> float:
+        meter = Meter()
+        group(images)
+        return len(images) / meter.elapsed()[1]
+
+    measured = rounds.alternate(*(partial(rate, group) for group in sides.values()))
+    rates = {side: spread(found) for side, found in zip(sides, measured, strict=True)}
+    figures |= {f"{side}_pictures_per_cpu_second": found for side, found in rates.items()}
+    other = rates.pop("imagededup", None)
+    ratios = {
+        f"rate_per_core_{side}": found["median"] / other["median"]
+        for side, found in rates.items()
+        if other
+    }
+    with suppress(ImportError):
+        ratios |= hash_ratios(rounds, images[:100])
     return Row(name, ratios, figures)
+
+
+def hash_ratios(rounds: Rounds, images: Sequence[Image.Image]) -> dict[str, float]:
+    """`hash_rate_SIDE`: hashes per CPU second of pictures SIDE pixels wide, over imagededup's."""
+    from imagededup.methods import PHash
+
+    theirs = PHash(verbose=False)
+    hasher = Hash(Spec("hash", {}, {}), "cpu")
+
+    def seconds(hash_one: Callable[[Any], object], some: Sequence[Any], folder: Path) -> float:
+        meter = Meter()
+        for picture in some:
+            hash_one(picture)
+        return meter.elapsed()[1]
+
+    ratios = {}
+    for side in SIDES:
+        resized = [image.resize((side, side)) for image in images]
+        pictures = [Picture(image, "") for image in resized]
+        arrays = [np.asarray(image) for image in resized]
+        ours, other = rounds.alternate(
+            partial(seconds, hasher.prepare, pictures),
+            partial(seconds, lambda array: theirs.encode_image(image_array=array), arrays),
+        )
+        ratios[f"hash_rate_{side}"] = spread(other)["median"] / spread(ours)["median"]
+    return ratios
 
 
 def grouping_row(rounds: Rounds, name: str, *, quick: bool) -> Row:

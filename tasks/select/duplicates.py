@@ -75,6 +75,7 @@ def join_near_hashes(
         min_correlation: of the thumbnails, from which near hashes are of one picture.
     """
     both = np.concatenate([hashes, mirrored])
+    unlike = np.zeros(0, np.int64)  # pairs whose thumbnails do not correlate
     for seed in range(ROUNDS):
         order = _sorted_rows(both, seed)
         pairs = _near_in_window(both[order], distance)
@@ -82,8 +83,10 @@ def join_near_hashes(
         of = groups[rows]
         ends = ends[:, of[ends[0]] != of[ends[1]]]
         keys = np.unique(ends.min(axis=0) * len(rows) + ends.max(axis=0))
+        keys = np.setdiff1d(keys, unlike, assume_unique=True)
         some, others = np.divmod(keys, len(rows))
         near = _correlations(thumbnails, some, others) >= min_correlation
+        unlike = np.concatenate([unlike, keys[~near]])
         groups = join(groups, rows[some[near]], rows[others[near]])
     return groups
 
