@@ -206,7 +206,7 @@ class DownloadStage(Stage):
         """Raise Failed for too many failed rows, and warn of captions that are missing."""
         check_data(summary, self.recipe.download)
         has_captions = getattr(self.recipe.source, "caption_column", "caption") is not None
-        warn_of_captions(summary, expected=has_captions)
+        warn_of_captions(summary, expected=has_captions and self.recipe.caption is None)
 
     @staticmethod
     def show(artifact: Artifact) -> list[Panel]:

@@ -19,6 +19,7 @@ from tiny_vision_language import save_vision_language
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Failed
 from configs.settings.recipe import Recipe
+from tasks import download
 from tasks.build_or_reuse import Stage
 from tasks.caption.stage import CaptionStage
 from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
@@ -161,6 +162,20 @@ def test_one_changed_picture_is_captioned_alone(tmp_path: Path) -> None:
     assert len(server.asked) == 1
     samples = captions_of(before)
     assert sum(sample == samples.get(i) for i, sample in captions_of(after).items()) == 23
+
+
+@pytest.mark.parametrize("captioned", [False, True])
+def test_download_misses_no_captions_where_a_captioner_writes_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, captioned: bool
+) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(4):
+        (pictures / f"{number}.png").write_bytes(picture_of(number))
+    recipe = recipe_of_folder(tmp_path, **({"caption": {"model": "unused"}} if captioned else {}))
+    stage = download.DownloadStage.of(recipe, download.plan(recipe), Store(recipe.store), None)
+    stage.check(build(recipe).summary)
+    assert ("4 of 4 pictures have no caption" in caplog.text) is not captioned
 
 
 def embeddings_of(artifact: Artifact) -> Iterator[tuple[bytes, list[float]]]:
