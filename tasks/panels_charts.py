@@ -271,7 +271,7 @@ def histogram_chart(
     counts = f"{human(sum(kept))} pictures kept, {human(sum(dropped))} dropped"
     drawing = _Drawing(300, f"{column}: {counts}; thresholds: {words or 'none'}")
     most = max(a + b for a, b in zip(kept, dropped, strict=True))
-    axes = _Axes(edges, 0.0, 1.05 * max(most, 1), top=34, unit=column)
+    axes = _Axes(edges, 0.0, 4.0 * math.ceil(max(most, 1) / 4), top=34, unit=column)
     axes.draw(drawing)
     for start, end, below, above in zip(edges, edges[1:], kept, dropped, strict=False):
         for low, high, colour in ((0, below, OTHER), (below, below + above, FAINT)):

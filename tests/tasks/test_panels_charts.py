@@ -8,6 +8,7 @@ from tasks.panels_charts import (
     OTHER,
     TUNED,
     Node,
+    histogram_chart,
     intervals_chart,
     lineage_chart,
     loss_chart,
@@ -47,6 +48,12 @@ def test_the_loss_chart_has_the_running_mean_and_the_learning_rate() -> None:
     heights = {y for _, y in line(svg, OTHER)}
     assert len(heights) == 1, "the rate stays"
     assert not shapes(svg, "polygon", HELD_OUT)
+
+
+def test_the_axis_of_a_histogram_counts_whole_pictures() -> None:
+    svg = histogram_chart("score", [0.1, 0.2, 0.3], [3, 1], [2, 0])
+    texts = [e.text for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[:5] == ["0", "2", "4", "6", "8"], "five pictures are the most"
 
 
 def test_the_held_out_loss_has_its_band() -> None:
