@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,11 @@ from numpy.typing import NDArray
 from bench.report import Row, finish, log, option_parser
 from configs.load_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
+from tasks.evaluate import distances
 from tasks.evaluate.distances import Estimate, Float64, Prompts, Resampling, cmmd, mean
+from tasks.evaluate.judges import JUDGES
+from tasks.evaluate.memorization import FEATURES as COPIES
+from tasks.evaluate.memorization import PIXELS
 from tasks.evaluate.metrics import (
     CLIP_SCORE,
     CMMD,
@@ -30,7 +34,7 @@ from tasks.evaluate.metrics import (
     prompt_rounds,
     sets_of_metric,
 )
-from tasks.publish.gate_power import GAINS, HARMLESS, PRIORS, SHARES, Spread
+from tasks.publish.gate_power import GAINS, HARMLESS, PRIORS, Spread
 from tasks.publish.promotion_gate import Rule, judge, outcome, parse_rule
 
 DRAWS = 1000
@@ -51,6 +55,8 @@ SPREADS = {
     "the same, a loss that differs by 1": replace(_ASSUMED, lost=1.0),
     "the demo": Spread(65.4, 1.8, 1.5, 1.3, 0.7),
 }
+#: Shares of pictures: of copies of training pictures, and of what the digits' judges accept.
+SHARES = (COPIES, PIXELS, *JUDGES["digits"].judges)
 #: Features of CMMD: their length, and the lengths of their parts beside a common one of 1.
 FEATURES = 64
 STYLE = 0.4
@@ -119,8 +125,10 @@ def _prompts(recipe: Recipe, rule: Rule, rounds: int) -> Prompts | None:
     return prompt_numbers(*({n: sets[n] for n in chosen} for sets in drawn)) if chosen else None
 
 
-def _estimate(values: Float64, reference: Float64 | None, used: Resampling) -> Estimate:
-    return mean(values, used) if reference is None else cmmd(values, reference, used)
+def _estimate(values: NDArray[Any], reference: Float64 | None, used: Resampling) -> Estimate:
+    if reference is not None:
+        return cmmd(values, reference, used)
+    return distances.share(values, used) if values.dtype == bool else mean(values, used)
 
 
 def _scores(
@@ -141,12 +149,12 @@ def _scores(
 
 def _shares(
     rng: np.random.Generator, rule: Rule, lost: float, count: int
-) -> tuple[Float64, Float64]:
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Whether each picture is accepted, or a copy: 0 or 1, of the tuned and of the other model."""
     assert rule.number is not None
     best = 1.0 if rule.op.startswith(">") else 0.0
     chance = best + lost * (rule.number - best)
-    pictures = (rng.random(count) < chance).astype(np.float64)
+    pictures = rng.random(count) < chance
     return pictures, pictures
 
 

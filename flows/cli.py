@@ -99,7 +99,7 @@ def show(
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="Show what this recipe did with a picture.")
     ] = None,
-    override: Annotated[list[str] | None, typer.Option("-o", "--override", hidden=True)] = None,
+    override: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show an artifact: settings, lineage back to the source, and the reason of its build.

@@ -283,8 +283,8 @@ class Run(Builder):
         digests = model_digests(self.base) | self.base.family.key_facts
         digests |= self.measuring.digests()
         if self.recipe.describe is not None:
-            specs = specs_of(self.recipe).items()
-            digests |= {f"describer {name}": spec.digest for name, spec in specs}
+            specs = specs_of(self.recipe.describe, self.recipe.download.max_pixels)
+            digests |= {f"describer {name}": spec.digest for name, spec in specs.items()}
         caption = self.recipe.caption
         if caption is not None and caption.endpoint is None:
             folder = resolve_model(caption.model, revision=caption.revision)

@@ -22,6 +22,7 @@ from artifacts.image_shards import read_tar
 from artifacts.store import Artifact
 from configs.settings.recipe import Recipe
 from tasks.data_set import IMAGES, DataSet, Encoded, numbers
+from tasks.download.listed import SIZES
 from tasks.download.rows import literal
 from tasks.encode.near_duplicates import SUFFIX, mirror_parts
 from tasks.encode.near_duplicates import THUMBNAIL as THUMBNAIL_ROW
@@ -246,7 +247,7 @@ def _sampled(db: duckdb.DuckDBPyConnection, tars: Sequence[str], count: int) -> 
     return sample
 
 
-_SIZES = ("width", "height", "original_width", "original_height", "caption_length")
+_SIZES = (*SIZES, "caption_length")
 
 
 def _is_tar(path: str) -> bool:

@@ -25,7 +25,7 @@ from tasks.describe.tables import described
 from tasks.download.listed import listed
 from tasks.panels import human
 from tasks.select.selection import read_selection
-from tasks.sql_condition import Threshold, quoted, thresholds_of
+from tasks.sql_condition import Threshold, is_number, quoted, thresholds_of
 
 IMAGES = "download"
 STAGES = ("plan", IMAGES, "describe", "select", "caption", "encode", "train")
@@ -116,10 +116,9 @@ class DataSet:
             known: list[str] = []
             shown: list[str] = []
             for side in sides:
-                names = [name for name, kind in _columns(db, side) if _is_one(kind)]
-                columns = [name for name in names if name.lower() not in known]
+                columns = [n for n, kind in _columns(db, side) if n not in known and _is_one(kind)]
                 shown += [f"{side}.{quoted(name)}" for name in columns]
-                known += [name.lower() for name in columns]
+                known += columns
             if "kept" not in known:
                 shown += ["true as kept", "'' as reason", 'null::bigint as "group"']
             if "captions" not in known:
@@ -269,12 +268,11 @@ def _facts_of(db: duckdb.DuckDBPyConnection, column: str, *, is_number: bool) ->
 
 def numbers(db: duckdb.DuckDBPyConnection, without: Iterable[str] = ()) -> list[str]:
     """The columns of `entries` that have numbers."""
-    kinds = ("INT", "INTEGER", "FLOAT", "DOUBLE", "DECIMAL")
     hidden = {"row", "group", *without}
     return [
         name
         for name, kind in _columns(db, "entries")
-        if kind.partition("(")[0].endswith(kinds) and name not in hidden
+        if is_number(kind) and kind != "BOOLEAN" and name not in hidden
     ]
 
 

@@ -15,8 +15,8 @@ from configs.secrets import without_secrets
 from configs.settings.data import UrlSource
 from configs.settings.recipe import Recipe
 from tasks.data_page import shortened
-from tasks.data_set import IMAGES, DataSet, Encoded
-from tasks.download.listed import SIZES, failures
+from tasks.data_set import IMAGES, OF_STAGES, DataSet, Encoded
+from tasks.download.listed import OWN_COLUMNS, failures
 from tasks.download.lists import MalformedList
 from tasks.download.rows import literal
 from tasks.download.sources import UrlList
@@ -25,8 +25,7 @@ from tasks.sql_condition import quoted
 
 SHA256 = re.compile(r"(sha256:)?([0-9a-f]{64})")
 #: Columns of `entries` that are told with the stage that they belong to, or identify the picture.
-TOLD = {*SIZES, "tar", "row", "id", "url", "host", "caption", "caption_length"}
-TOLD |= {"kept", "reason", "group", "captions", "bad"}
+TOLD = {*OWN_COLUMNS, *OF_STAGES}
 
 
 class Told(NamedTuple):

@@ -78,13 +78,12 @@ class PictureShard:
         from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions
 
         table = read_captions(self.captions["url"], self.captions["sha256"])
+        of_model = Rule(**rule)
+        of_source = replace(of_model, on_bad="source")
         for row, sample in chosen:
-            given = table[row]
-            own_rule = Rule(**rule)
-            if is_holdout(given.id, holdout) and any(sample.captions):
-                given = CaptionedSample(given.id, {})
-                own_rule = replace(own_rule, on_bad="source")
-            final = captions_to_train(given, sample.captions, own_rule)
+            final = captions_to_train(table[row], sample.captions, of_model)
+            if is_holdout(table[row].id, holdout) and any(sample.captions):
+                final = captions_to_train(CaptionedSample(b"", {}), sample.captions, of_source)
             if final is not None:
                 yield replace(sample, captions=final)
 

@@ -311,9 +311,12 @@ class Models:
             find = partial(self._inception, named)
             yield Check("evaluate.inception", find, remote="://" in named)
         yield Check("measuring models", self._measures)
-        if "describe" in self.stages:
-            yield from describers.checks(self.recipe, fetch=self.fetch)
-        if "select" in self.stages and describers.are_local(self.recipe, fetch=self.fetch):
+        describe = self.recipe.describe
+        if describe is not None and "describe" in self.stages:
+            max_pixels = self.recipe.download.max_pixels
+            yield from describers.checks(describe, max_pixels, fetch=self.fetch)
+        is_known = self.fetch or describe is None or describers.are_local(describe)
+        if "select" in self.stages and is_known:
             yield Check("select", partial(check_names, self.recipe))
         if "caption" in self.stages:
             yield Check("captioner", self._captions)

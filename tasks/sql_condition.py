@@ -112,7 +112,7 @@ def check_expression(
     kind = described[0][1]
     if is_condition and kind != "BOOLEAN":
         raise Refused(f"{shown(text)} is of type {kind}: compare it", setting=setting)
-    if not is_condition and not _is_number(kind):
+    if not is_condition and not is_number(kind):
         raise Refused(f"{shown(text)} is of type {kind}, no number", setting=setting)
 
 
@@ -135,7 +135,8 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _is_number(kind: str) -> bool:
+def is_number(kind: str) -> bool:
+    """Whether a type (DuckDB's) is of numbers, or of truth values, which count as 0 and 1."""
     return kind.endswith("INT") or kind.partition("(")[0] in (
         *("INTEGER", "UINTEGER", "FLOAT", "DOUBLE", "DECIMAL", "BOOLEAN"),
     )

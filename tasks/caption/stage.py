@@ -78,7 +78,9 @@ class CaptionStage(Stage):
         """The describer whose embeddings captions are compared with; None: none. Raises Refused."""
         if self.chosen.checks.min_likeness is None:
             return None
-        return next(spec for spec in specs_of(self.recipe).values() if spec.kind == "clip")
+        assert self.recipe.describe is not None
+        specs = specs_of(self.recipe.describe, self.recipe.download.max_pixels)
+        return next(spec for spec in specs.values() if spec.kind == "clip")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from configs.checks import Check, Finding, fine
 from configs.errors import Refused, naming
 from configs.secrets import without_secrets
 from configs.settings.describe import Describe
-from configs.settings.recipe import Recipe
 
 #: Increment when decoding changes.
 DECODING = 1
@@ -171,14 +170,16 @@ def kind_of(spec: Spec) -> type[Describer]:
     return kind
 
 
-def specs_of(recipe: Recipe) -> dict[str, Spec]:
-    """Name -> describer of a recipe; remote models are fetched. Raises Refused or Away."""
-    chosen = recipe.describe
-    assert chosen is not None
+def specs_of(chosen: Describe, max_pixels: int) -> dict[str, Spec]:
+    """Name -> describer; remote models are fetched. Raises Refused or Away.
+
+    Args:
+        max_pixels: as download.max_pixels.
+    """
     specs = dict[str, Spec]()
     # Those that read embeddings come last: their digests have that of their source.
     for name in sorted(chosen.describers, key=lambda n: chosen.describers[n].kind == "aesthetic"):
-        specs[name] = _spec(chosen, name, recipe.download.max_pixels, specs)
+        specs[name] = _spec(chosen, name, max_pixels, specs)
     return {name: specs[name] for name in chosen.describers}
 
 
@@ -201,27 +202,24 @@ def _spec(chosen: Describe, name: str, max_pixels: int, before: Mapping[str, Spe
         return replace(spec, version=kind_of(spec).version, transform=transform)
 
 
-def checks(recipe: Recipe, *, fetch: bool) -> Iterator[Check]:
-    """The checks of a recipe's describers before work.
+def checks(chosen: Describe, max_pixels: int, *, fetch: bool) -> Iterator[Check]:
+    """The checks of describers before work.
 
     Args:
+        max_pixels: as download.max_pixels.
         fetch: whether remote models are downloaded; otherwise they must be there to be fetched, and
             are not opened.
     """
-    chosen = recipe.describe
-    assert chosen is not None
-    places = chosen.models
-    for setting, place in places.items():
+    for setting, place in chosen.models.items():
         find = partial(_available, chosen, setting, fetch=fetch)
         yield Check(setting, find, remote="://" in place)
-    if are_local(recipe, fetch=fetch):
-        yield Check("describers", partial(check_describers, recipe))
+    if fetch or are_local(chosen):
+        yield Check("describers", partial(check_describers, chosen, max_pixels))
 
 
-def are_local(recipe: Recipe, *, fetch: bool) -> bool:
-    """Whether the describers' models are here, or may be fetched."""
-    places = recipe.describe.models.values() if recipe.describe is not None else ()
-    return fetch or all(os.path.exists(place) for place in places)
+def are_local(chosen: Describe) -> bool:
+    """Whether the describers' models are here."""
+    return all(map(os.path.exists, chosen.models.values()))
 
 
 def _available(chosen: Describe, setting: str, *, fetch: bool) -> Iterator[Finding]:
@@ -237,9 +235,9 @@ def _available(chosen: Describe, setting: str, *, fetch: bool) -> Iterator[Findi
     yield fine(f"{setting}: {without_secrets(place)} ({where})")
 
 
-def check_describers(recipe: Recipe) -> None:
+def check_describers(chosen: Describe, max_pixels: int) -> None:
     """Raise Refused for describers that cannot work; few weights are read."""
-    specs = specs_of(recipe)
+    specs = specs_of(chosen, max_pixels)
     by_digest = {spec.digest: spec for spec in specs.values()}
     for name, spec in specs.items():
         of = None if spec.of is None else by_digest[spec.of]

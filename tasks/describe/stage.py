@@ -13,6 +13,7 @@ import numpy as np
 
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed
+from configs.settings.describe import Describe
 from configs.settings.recipe import Recipe
 from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, workers_of
 from tasks.build_or_reuse import Stage
@@ -37,16 +38,21 @@ class DescribeStage(Stage):
     name = STAGE
     version = VERSION
 
+    @property
+    def chosen(self) -> Describe:
+        """The section of the recipe."""
+        assert self.recipe.describe is not None
+        return self.recipe.describe
+
     @cached_property
     def specs(self) -> dict[str, Spec]:
         """Name -> describer; remote models are fetched. Raises Refused or Away."""
-        return specs_of(self.recipe)
+        return specs_of(self.chosen, self.recipe.download.max_pixels)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that affect the descriptions."""
-        assert self.recipe.describe is not None
-        return self.recipe.describe.key_settings()
+        return self.chosen.key_settings()
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -145,8 +151,6 @@ class DescribeStage(Stage):
         with quiet_import():
             from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
 
-        chosen = self.recipe.describe
-        assert chosen is not None
         tars = {e.sha256: e for e in self.images.files if e.path.endswith(".tar")}
         tasks = []
         for (tar, of), tables in requests.items():
@@ -163,8 +167,8 @@ class DescribeStage(Stage):
         is_remote = workers_of(options) is Workers.REMOTE
         opened = {d: specs[d].put(store) if is_remote else specs[d] for d in sorted(used)}
         max_pixels = self.recipe.download.max_pixels
-        plan = DescribingPlan(opened, max_pixels, chosen.batch_size, chosen.device)
-        dofn = CommitShards(store.url, reports, plan, chosen.processes)
+        plan = DescribingPlan(opened, max_pixels, self.chosen.batch_size, self.chosen.device)
+        dofn = CommitShards(store.url, reports, plan, self.chosen.processes)
         return commit_shards(tasks, store, dofn, options, progress)
 
     def _summarise(self, shards: Sequence[Shard], described: Mapping[str, int]) -> dict[str, Any]:
@@ -196,8 +200,7 @@ class DescribeStage(Stage):
 
     def check(self, summary: dict[str, Any]) -> None:
         """Raise Failed for too many pictures that a describer could not read."""
-        assert self.recipe.describe is not None
-        max_bad = self.recipe.describe.max_bad
+        max_bad = self.chosen.max_bad
         for name, reasons in summary["bad"].items():
             bad = sum(reasons.values())
             if bad > max_bad * summary["pictures"]:

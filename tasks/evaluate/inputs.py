@@ -123,7 +123,7 @@ def model_digests(base: Base) -> dict[str, str]:
 
 
 #: Increment when the pictures, the definition of a metric, or its interval changes.
-VERSION = 6
+VERSION = 7
 
 
 def sampling_specs(inputs: EvalInputs) -> list[draw.SamplingSpec]:

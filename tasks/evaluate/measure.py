@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from artifacts.image_shards import Sample, read_tar
 from artifacts.latent_shards import open_latents
@@ -21,6 +22,7 @@ from artifacts.store import Artifact, Shard, Store
 from configs.settings.evaluate import Memorization
 from tasks.encode import crop_to_bucket
 from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes, is_holdout
+from tasks.encode.near_duplicates import SIDE, mirror_parts, near_any, thumbnail
 from tasks.evaluate import distances, memorization, metrics
 from tasks.evaluate.draw import read_losses, read_pictures
 from tasks.evaluate.features import (
@@ -53,6 +55,8 @@ def reference_pictures(
     split: Split,
     limit: int,
     left_out: Set[str] = frozenset(),
+    *,
+    distinct: bool = False,
 ) -> Iterator[tuple[str, Sample, NDArray[np.uint8]]]:
     """The first `limit` pictures of a split: (path of the tar, sample, picture u8 [H, W, 3]).
 
@@ -62,6 +66,8 @@ def reference_pictures(
     Args:
         factor: sides are multiples of this many pixels.
         left_out: sha256 (hex) of pictures that are not among them.
+        distinct: whether near-duplicates of an earlier one are left out: radii of precision and
+            recall end at neighbours, and copies would shrink them.
 
     Raises:
         Damaged: a tar has another sha256 than was committed.
@@ -70,6 +76,7 @@ def reference_pictures(
         return  # there is none, so no tar need be searched
     buckets = bucket_sizes(settings, factor)
     count = 0
+    earlier = mirror_parts(np.zeros((0, SIDE, SIDE), np.uint8))
     for shard in pictures.shards:
         for sample in shard.read():
             if count == limit:
@@ -80,9 +87,15 @@ def reference_pictures(
             if sha256.hex() in left_out:
                 continue
             picture = _transformed(sample, settings, buckets)
-            if picture is not None:
-                yield shard.path, sample, picture
-                count += 1
+            if picture is None:
+                continue
+            if distinct:
+                grey = thumbnail(Image.fromarray(picture))[None]
+                if near_any(grey, earlier).any():
+                    continue
+                earlier = np.concatenate([earlier, mirror_parts(grey)], axis=1)
+            yield shard.path, sample, picture
+            count += 1
         if count == limit:
             return
 
@@ -352,7 +365,11 @@ def _references(
         "limit": limit,
         **({"left_out": digest_json(sorted(left_out))} if left_out else {}),
     }
-    pictures = reference_pictures(chosen, settings, factor, split, limit, left_out)
+    distinct = split == "holdout" and inputs.recipe.encode.leave_out_copies
+    facts |= {"distinct": True} if distinct else {}
+    pictures = reference_pictures(
+        chosen, settings, factor, split, limit, left_out, distinct=distinct
+    )
     digests = inputs.measuring.digests()  # its names CLIP and INCEPTION are ours
     digests[IMAGE] = f"whole pictures {digests.get('image_encoder', digests['clip'])}"
     digests[PIXELS] = Pixels.digest

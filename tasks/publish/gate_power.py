@@ -30,8 +30,6 @@ from tasks.evaluate.distances import (
     squared_error,
 )
 from tasks.evaluate.draw import STAGE
-from tasks.evaluate.judges import JUDGES
-from tasks.evaluate.memorization import FEATURES, PIXELS
 from tasks.evaluate.metrics import (
     CLIP_SCORE,
     CMMD,
@@ -80,8 +78,6 @@ PRIORS = {
     HOLDOUT_LOSS: Spread(1.0, 0.4, 0.0, 0.02),
     **dict.fromkeys((CMMD, "fd", "kid", *INCEPTION_DISTANCES), Spread(1.0, 0.0, 0.0, 0.0, 0.25)),
 }
-#: Shares of pictures: of copies of training pictures, and of what the digits' judges accept.
-SHARES = (FEATURES, PIXELS, *JUDGES["digits"].judges)
 
 
 class Look(NamedTuple):
@@ -151,7 +147,7 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
     factor = 0.0 if rule.number is not None else rule.factor
     offset = rule.offset if rule.number is None else rule.number
     sign = 1.0 if rule.op.startswith(">") else -1.0
-    prior = _prior_of_share(rule) if name in SHARES else PRIORS.get(name)
+    prior = PRIORS.get(name)
     value, between, within = math.nan, 1.0, 0.0
     if prior is not None:
         value, (between, within) = prior.level, prior.variances(factor)
@@ -169,15 +165,6 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
     if allowed > 0:
         words, gap = "lost a tenth of what the rule allows", (1.0 - HARMLESS) * allowed
     return Difference(words, gap, between, within) if gap > 0 and between + within > 0 else None
-
-
-def _prior_of_share(rule: Rule) -> Spread | None:
-    """The best share, and the deviation of a harmless model's pictures: Bernoulli trials."""
-    if rule.number is None:
-        return None
-    best = 1.0 if rule.op.startswith(">") else 0.0
-    wrong = HARMLESS * abs(best - rule.number)
-    return Spread(best, 0.0, 0.0, (wrong * (1.0 - wrong)) ** 0.5)
 
 
 def newest_estimates(recipe: Recipe, store: Store) -> Mapping[str, Estimates]:

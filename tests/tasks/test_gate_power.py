@@ -32,8 +32,8 @@ from tasks.publish.gate_power import (
 from tasks.publish.promotion_gate import parse_rule
 
 DRAWS = 100
-#: Too few pictures are drawn to tell a model that copies 2% of them (docs/benchmarks.md).
-NO_COPIES = "memorized_pixels <= 0.01"
+#: Too few pictures are drawn to tell models with twice these shares (docs/benchmarks.md).
+COPIES = ("memorized <= 0.05", "memorized_pixels <= 0.01")
 OLD = "clip_score/old >= base * 0.9 at 95%"
 
 
@@ -56,7 +56,7 @@ def rules_of_recipes() -> Iterator[tuple[str, str]]:
     for name in recipe_names():
         recipe = load_recipe(name)
         for rule in rules_of(recipe):
-            if rule.text == NO_COPIES:
+            if rule.text in COPIES:
                 continue
             rounds = most_rounds(recipe.evaluate)
             shape = rule.text, rounds, simulated._prompts(recipe, rule, rounds)
@@ -158,17 +158,11 @@ def test_a_rule_that_no_prior_tells_of_is_passed_over() -> None:
         assert [*undecidable(with_old(5, 1, rule=rule), {})] == []
 
 
-@pytest.mark.parametrize(
-    ("prompts", "rule", "told"),
-    [
-        (5, "cmmd < base at 95%", "a model that gained 50% would pass in about"),
-        (24, "memorized <= 0.05 at 95%", "a model that lost a tenth of what the rule allows"),
-        (24, "memorized <= 0.3 at 95%", ""),
-    ],
-)
-def test_distances_and_shares_of_pictures_have_priors(prompts: int, rule: str, told: str) -> None:
-    lines = [*undecidable(with_old(prompts, 1, rule=rule, name="new"), {})]
-    assert told in "".join(lines) and bool(told) == bool(lines)
+def test_distances_have_a_prior() -> None:
+    rule = "cmmd < base at 95%"
+    (line,) = undecidable(with_old(5, 1, rule=rule, name="new"), {})
+    assert "a model that gained 50% would pass in about" in line
+    assert [*undecidable(with_old(8, 1, rule=rule, name="new"), {})] == []
 
 
 def evaluated(store: Store, recipe: Recipe, lost: float, day: int, gained: float = 0.0) -> None:
@@ -260,7 +254,7 @@ def test_the_bench_has_a_row_for_recipes_with_equal_rules(
 def test_the_page_of_benchmarks_has_each_rule_of_each_recipe(name: str) -> None:
     lines = (CHECKOUT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
     for rule in rules_of(load_recipe(name)):
-        if rule.text == NO_COPIES:
+        if rule.text in COPIES:
             continue
         of_rule = [line for line in lines if line.startswith(f"| `{rule.text}` |")]
         (row,) = [line for line in of_rule if f"`{name}`" in line]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from picture_bytes import encode_picture
-from PIL import Image
+from PIL import Image, ImageOps
 
 from artifacts.image_shards import Sample, write_tar
 from artifacts.records import Damaged, digest_bytes
@@ -214,6 +214,32 @@ def test_the_reference_pictures_are_those_of_the_split(store: Store, tmp_path: P
     assert again.keys() == chosen
     for path, sample, picture in found[1:3]:
         np.testing.assert_array_equal(again[path, sample.key], picture)
+
+
+def test_of_held_out_pictures_that_are_alike_one_is_a_reference(
+    store: Store, tmp_path: Path
+) -> None:
+    _, samples = images(store, tmp_path / "a.tar")
+    [held, *_] = [s for s in samples if is_holdout(s.source_sha256, 0.4)]
+    mirrored = ImageOps.mirror(Image.open(io.BytesIO(held.image)))
+    mirrored.save(buffer := io.BytesIO(), "PNG")
+    sha256 = held.meta["sha256"][:2] + "0" * 62  # on the same side of the split
+    copy = replace(held, key="z", image=buffer.getvalue(), meta={**held.meta, "sha256": sha256})
+    write_tar(tmp_path / "b.tar", [*samples, copy])
+    draft = store.draft(KeyParts("download", 1, {"copy": 1}, {}))
+    files = {".tar": str(tmp_path / "b.tar")}
+    draft.add_shard(store.commit_shard("download", "1" * 64, files, {"samples": len(samples) + 1}))
+    pictures = Pictures(draft.commit({}, {}))
+    found = {
+        distinct: [
+            sample.key
+            for _, sample, _ in reference_pictures(
+                pictures, TRANSFORM, 4, "holdout", LIMIT, distinct=distinct
+            )
+        ]
+        for distinct in (False, True)
+    }
+    assert found[False] == [*found[True], "z"]
 
 
 def test_no_tar_is_read_where_nothing_is_held_out(store: Store, tmp_path: Path) -> None:

