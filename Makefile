@@ -25,11 +25,13 @@ $(error RUNTIMES: $(filter-out torch jax $(OWN),$(RUNTIMES)) is not one of torch
 endif
 # libtpu exists for Linux x86_64 only.
 LIBTPU := $(if $(filter jax,$(RUNTIMES)),$(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)))
+# Slurm for tests comes from the packages of Debian and Ubuntu.
+SLURM := $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v apt-get),slurm))
 export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped. REQUIRE adds names, such as chromium.
-test extended soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu) $(REQUIRE)
+test extended soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu ray $(if $(LIBTPU),libtpu) $(SLURM) $(REQUIRE)
 
-.PHONY: help demo environments setup setup-cuda setup-ocr setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test extended soak faults fuzz chaos lint format ui clean
+.PHONY: help demo environments setup setup-cuda setup-rocm setup-bitsandbytes setup-ocr setup-kubernetes setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-peers setup-site setup-deploy setup-slurm setup-ray setup-xla setup-mindspore FORCE quick test extended soak faults fuzz chaos lint format ui site words clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of CPU time after set-up)"
@@ -42,12 +44,17 @@ help:
 	@echo "make chaos   500 faults on three kinds of store; nothing may be lost, wrong or hang"
 	@echo "make setup   create the environment (a minute, once)"
 	@echo "make setup-ocr   RapidOCR, for describers of kind text"
+	@echo "make setup-kubernetes  the client for training on the pods of a cluster"
+	@echo "make setup-ray   Ray, for training on the nodes of a Ray cluster"
 	@echo "make setup-cuda  PyTorch for NVIDIA GPUs and bitsandbytes (TORCH_INDEX=ADDRESS: of another CUDA version)"
+	@echo "make setup-rocm TORCH_INDEX=ADDRESS  PyTorch for AMD GPUs, untested"
 	@echo "make setup-jax-tpu, setup-xla-tpu  runtime jax or xla on a TPU VM, with libtpu"
 	@echo "make setup-xla  create the environment of runtime xla, $(VENV)-xla (6 GB, a minute, once)"
 	@echo "make setup-plan  install the TPU compiler for kiln plan (requires no TPU)"
 	@echo "make setup-mindspore  create that of runtime mindspore, $(VENV)-mindspore (3 GB, half a minute, once)"
 	@echo "make ui      start Prefect's server and UI with all runs, at http://127.0.0.1:4200 (PORT=4200)"
+	@echo "make site    build the site of docs/ in build/site, with the demo's report if it was run"
+	@echo "make words  counts the words of each page"
 	@echo "make lint    ruff and mypy;  make format  ruff format"
 	@echo "make clean   remove the environments (the store remains)"
 
@@ -71,7 +78,7 @@ extended: environments
 	$(PYTEST) -m "extended and not soak" $(IN_PARALLEL)
 
 # Without Chromium the tests of pages are skipped, or fail: make soak REQUIRE=chromium.
-soak: environments setup-oldest setup-browser setup-fidelity
+soak: environments setup-oldest setup-browser setup-fidelity setup-peers
 	@command -v chromium chromium-browser > /dev/null || \
 	  echo "soak: no Chromium: the tests of pages are skipped: apt-get install chromium"
 	$(PYTEST) -rs -m soak $(IN_PARALLEL)
@@ -90,7 +97,7 @@ STORES ?= local,s3,gcs
 chaos: $(VENV)/dev.stamp
 	$(BIN)/python tests/chaos/run.py --faults $(or $(FAULTS),510) --stores $(STORES)
 
-environments: $(VENV)/dev.stamp setup-deploy $(patsubst %,setup-%,$(filter $(OWN),$(RUNTIMES))) $(if $(LIBTPU),setup-plan)
+environments: $(VENV)/dev.stamp setup-ray setup-deploy setup-bitsandbytes setup-site $(patsubst %,setup-%,$(filter $(OWN),$(RUNTIMES))) $(if $(LIBTPU),setup-plan) $(if $(SLURM),setup-slurm)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -105,6 +112,17 @@ format: $(VENV)/dev.stamp
 ui: setup
 	PREFECT_UI_API_URL=http://127.0.0.1:$(PORT)/api PREFECT_SERVER_UI_V2_ENABLED=false \
 	  $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
+
+words: $(VENV)/stamp
+	@$(BIN)/python docs/site/words.py
+
+# A wrong link fails. The demo's report and data page are examples, if its model is in the store.
+CHAMPION := store/registry/digits/champion
+site: setup setup-site
+	@mkdir -p build/examples
+	@if test -f $(CHAMPION)/report.html; then cp $(CHAMPION)/report.html build/examples/ \
+	  && $(BIN)/kiln data digits --html build/examples/data.html; fi
+	PYTHONPATH=$(VENV)-site NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 setup: $(VENV)/stamp
 
@@ -143,10 +161,12 @@ $(VENV)/torch.stamp: requirements/torch.txt $(if $(TORCH_INDEX),$(TORCH_FROM)) |
 	@$(call install,$(VENV)) --constraints requirements/base.txt --requirements $<
 	@touch $@
 
+# A worker of a TPU slice has only the code of the runtimes.
+FLOWS := $(if $(wildcard flows),flows.finetune)
 $(VENV)/base.stamp: requirements/base.txt $(VENV)/torch.stamp
 	@echo "$(VENV): Prefect, Beam, img2dataset, diffusers and their dependencies ($$(wc -l < $<) pinned packages)"
 	@$(call install,$(VENV)) --no-deps --requirements $<
-	@$(call import,$(VENV),prefect.server.api.server apache_beam img2dataset flows.finetune runtimes.torch.runtime)
+	@$(call import,$(VENV),prefect.server.api.server apache_beam img2dataset $(FLOWS) runtimes.torch.runtime)
 	@touch $@
 
 $(VENV)/stamp: pyproject.toml $(VENV)/base.stamp
@@ -163,6 +183,17 @@ $(VENV)/ocr.stamp: requirements/ocr.txt $(VENV)/stamp
 	@$(call install,$(VENV)) --no-deps --requirements $<
 	@touch $@
 
+# For section kubernetes of a recipe. It takes 26 MB, which other runs do not need.
+setup-kubernetes: $(VENV)/kubernetes.stamp
+$(VENV)/kubernetes.stamp: requirements/kubernetes.txt $(VENV)/stamp
+	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
+setup-ray: $(VENV)/ray.stamp
+$(VENV)/ray.stamp: requirements/ray.txt $(VENV)/stamp
+	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
 # For NVIDIA GPUs. A CPU build is a mistake here, which only its index mends.
 setup-cuda: $(VENV)/cuda.stamp
 
@@ -172,6 +203,23 @@ $(VENV)/cuda.stamp: requirements/cuda.txt $(VENV)/stamp
 	@$(BIN)/python -c '$(HAS_CUDA)'
 	@echo "$(VENV): bitsandbytes"
 	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
+# For AMD GPUs, whose PyTorch has an index of its own. Nothing ran on one.
+setup-rocm: $(VENV)/rocm.stamp
+
+HAS_ROCM := import sys, torch; torch.version.hip or sys.exit( \
+  "PyTorch is no ROCm build: make setup-rocm TORCH_INDEX=ADDRESS, of an index with ROCm builds (docs/setup.md)")
+$(VENV)/rocm.stamp: $(VENV)/stamp
+	@$(BIN)/python -c '$(HAS_ROCM)'
+	@touch $@
+
+# bitsandbytes for tests on a CPU; in the main environment, peft and transformers would import it.
+setup-bitsandbytes: $(VENV)-bitsandbytes/stamp
+
+$(VENV)-bitsandbytes/stamp: requirements/cuda.txt | $(UV)/stamp
+	@echo "$(VENV)-bitsandbytes: bitsandbytes, for tests"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 
 # For runtime jax on a TPU VM: deploy/tpu/setup.sh jax.
@@ -228,12 +276,37 @@ $(VENV)-fidelity/stamp: requirements/fidelity.txt | $(UV)/stamp
 	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 
+# InvokeAI and LyCORIS, whose readers load published adapters in tests; the rest is that of .venv.
+setup-peers: $(VENV)-peers/stamp
+
+$(VENV)-peers/stamp: requirements/peers.txt | $(UV)/stamp
+	@echo "$(VENV)-peers: InvokeAI's and LyCORIS's readers of adapters, 0.1 GB"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
+	@touch $@
+
+# MkDocs with its theme Material, for `make site`.
+setup-site: $(VENV)-site/stamp
+
+$(VENV)-site/stamp: requirements/site.txt | $(UV)/stamp
+	@echo "$(VENV)-site: MkDocs, 0.1 GB"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
+	@touch $@
+
 # Validators of the files in deploy/: of Dockerfiles, compose files, Kubernetes manifests and job templates.
 setup-deploy: $(VENV)-deploy/stamp
 
 $(VENV)-deploy/stamp: requirements/deploy.txt | $(UV)/stamp
 	@echo "$(VENV)-deploy: validators of the files in deploy/, 0.2 GB"
 	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
+	@touch $@
+
+# Slurm's daemons, for tests on a cluster of two nodes on this machine; root is not needed.
+setup-slurm: $(VENV)-slurm/stamp
+
+$(VENV)-slurm/stamp: tests/unpack_slurm.sh
+	@echo "$(VENV)-slurm: Slurm, 15 MB"
+	@rm -rf $(VENV)-slurm
+	@bash $< $(VENV)-slurm
 	@touch $@
 
 # Playwright drives the Chromium of the system in tests of pages.

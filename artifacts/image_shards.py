@@ -16,6 +16,8 @@ import fsspec
 from artifacts.records import canonical_json, open_checked, parse_json
 
 EXTENSIONS = ("jpg", "png", "webp")
+MASK = "mask.png"
+CONTROL = "control.png"
 #: Columns of a shard's parquet: one entry for every row of the shard, failures included.
 #: `attempts` counts the requests of a row without a picture, in all runs. `row_hash` identifies the
 #: row of the source. A shard with further columns of the source has them as JSON in a column
@@ -40,6 +42,8 @@ class Sample:
     #: downloaded bytes, before any resizing; aesthetic_score if the source has scores; further
     #: columns of the source by their names
     meta: dict[str, Any] = field(default_factory=dict)
+    mask: bytes | None = None  # of the loss: grey PNG of the picture's size, 255 = trained on
+    control: bytes | None = None  # what a ControlNet reads: RGB PNG of the picture's size
 
     @property
     def source_sha256(self) -> bytes:
@@ -77,6 +81,9 @@ def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
             add_member(tar, f"{sample.key}.{sample.extension}", sample.image)
             add_member(tar, f"{sample.key}.json", canonical_json(meta))
             add_member(tar, f"{sample.key}.txt", (sample.captions or ("",))[0].encode())
+            for name, data in ((MASK, sample.mask), (CONTROL, sample.control)):
+                if data is not None:
+                    add_member(tar, f"{sample.key}.{name}", data)
     return count
 
 
@@ -158,4 +165,5 @@ def _sample(key: str, parts: dict[str, bytes]) -> Sample:
     captions = meta.get("captions") or [parts.get("txt", b"").decode()]
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
         raise ValueError(f"sample {key}: its captions are no list of strings")
-    return Sample(key, parts[extension], extension, tuple(captions), meta)
+    more = (parts.get(MASK), parts.get(CONTROL))
+    return Sample(key, parts[extension], extension, tuple(captions), meta, *more)

@@ -9,6 +9,9 @@ Equal content is written as equal bytes. The split in a tensor's name is `train`
                                                 and caption k has rows offsets[k]:offsets[k + 1]
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2, and beside no prompt_embeds
     text/input_ids             [K, n, T] i32    padded tokens from each of n CLIP tokenizers
+    text/captions              [M]       u8     the captions in UTF-8, one after another, if their
+                                                embeddings are of references, too, and elsewhere
+    text/caption_ends          [K]       i32    where each ends
     <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
     .../id                     [N, 32]   u8     sha256 of the downloaded picture
     .../original_size, target_size  [N, 2] i32  (height, width) in pixels
@@ -17,6 +20,9 @@ Equal content is written as equal bytes. The split in a tensor's name is `train`
     .../aesthetic_score        [N]       f32    only if the source has scores
     .../masks                  [N, K, h, w] u8  only for inpainting: 1 = hidden
     .../masked_means           [N, K, C, h, w] bf16  the VAE's mean of each masked picture
+    .../loss_mask              [N, h, w] u8     only if pictures have masks: 255 = full weight
+    .../control                [N, 3, H, W] u8  only if pictures have control pictures: pixels
+                               [N, C, h, w] bf16  of some families: the VAE's mean of them
     .../caption_offsets        [N + 1]   i32    sample i has caption_rows[offsets[i]:offsets[i + 1]]
     .../caption_rows           [M]       i32
 
@@ -29,8 +35,9 @@ import json
 import math
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +46,28 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
+from artifacts import references
 from artifacts.records import FileEntry, parse_json, read_checked, read_record
-from artifacts.tensor_header import TensorPlace, header_bytes, read_header
+from artifacts.references import NO_REFERENCES, References, Targets, by_references, shifted
+from artifacts.tensor_header import DTYPES, TensorPlace, header_bytes, read_header
 
 Float32 = NDArray[np.float32]
 
 INFO = "latents.json"
+#: Names the sources of a mixture, and the key of the latents artifact of each.
+MIXTURE = "mixture.json"
 LEFT_OUT = "left_out.json"
 HELD_OUT = "held_out.json"
 #: Content of left_out.json: shard's key -> group -> row -> sha256 (hex) of a near-duplicate of a
-#: held-out picture, or NOT_SELECTED. Training and measurements leave them out. The file is absent
-#: without any.
+#: held-out picture, NOT_SELECTED or BAD_REFERENCE. Training and measurements leave them out. The
+#: file is absent without any.
 LeftOut = dict[str, dict[str, dict[int, str]]]
 NOT_SELECTED = ""
+BAD_REFERENCE = "bad reference"  # one of its references cannot be fetched or decoded
 #: Content of held_out.json: shard's key, group and row of each held-out sample that is measured, by
 #: the sha256 of its picture. Other captions and earlier selections move samples to other shards,
 #: but not in this order. The file is absent for the source's captions without a selection.
 HeldOut = list[tuple[str, str, int]]
-#: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
-DTYPES = {
-    name: np.dtype(kind)
-    for name, kind in {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "U8": "u1"}.items()
-}
 #: Tensors with two numbers for each sample.
 PAIRS = ("original_size", "crop_top_left", "target_size")
 
@@ -92,6 +99,9 @@ class LatentSample:
     caption_rows: tuple[int, ...]  # rows of the shard's text tensors; (0,) is the empty caption
     aesthetic_score: float | None = None
     masked: Masked | None = None
+    loss_mask: NDArray[np.uint8] | None = None  # [h, w], 255 = full weight; None: all have it
+    #: What a ControlNet reads: pixels u8 [3, H, W], or the VAE's mean [C, h, w], f32 or bf16 bits.
+    control: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class Texts:
     pooled_prompt_embeds: Sequence[NDArray[Any]] | None  # K of [P]
     input_ids: NDArray[Any]  # [K, n, T], of each of n CLIP tokenizers
     varying_lengths: bool = False  # whether T differs between captions
+    #: The captions themselves, where embeddings are of references, too, and not in this shard.
+    captions: Sequence[str] | None = None
 
 
 def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
@@ -192,6 +204,8 @@ class LatentShard:
         end = self._row(f"{group}/caption_offsets", index + 1)
         captions = self._tensors[f"{group}/caption_rows"]
         scored = f"{group}/aesthetic_score" in self._tensors
+        has_mask = f"{group}/loss_mask" in self._tensors
+        has_control = f"{group}/control" in self._tensors
         masked = None
         if f"{group}/masks" in self._tensors:
             masked = Masked(copy("masks"), copy("masked_means"))
@@ -205,8 +219,14 @@ class LatentShard:
             caption_rows=tuple(captions[start:end].tolist()),
             aesthetic_score=float(row("aesthetic_score")) if scored else None,
             masked=masked,
+            loss_mask=copy("loss_mask") if has_mask else None,
+            control=copy("control") if has_control else None,
             **{name: tuple(row(name).tolist()) for name in PAIRS},
         )
+
+    def mean(self, group: str, row: int) -> NDArray[np.uint16]:
+        """The VAE's mean [C, h, w] of a sample, or of a reference, as bf16 bits."""
+        return self._copy(f"{group}/mean", row)
 
     def prompt_embeds(self, row: int) -> NDArray[np.uint16]:
         """Embeddings [T, D] of caption `row`, as bf16 bits; row 0 is the empty caption's."""
@@ -243,6 +263,17 @@ class ShardRef:
     groups: dict[str, int]  # `<split>/<h>x<w>` -> samples
     #: `<split>/<h>x<w>` -> row -> value of LeftOut, of samples that are left out.
     left_out: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    source: str = ""  # name in the mixture; "" without one
+    #: With references: group `<split>/<h>x<w>+<h>x<w>...` -> its samples' rows in the stored group.
+    rows: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    #: Stored group -> the references of its samples, in the table of `Latents.references`.
+    references: Mapping[str, Targets] = field(default_factory=dict)
+    #: Stored group -> the prompts of its samples, in the table of `Latents.prompts`.
+    prompts: Mapping[str, Targets] = field(default_factory=dict)
+
+    def stored_row(self, group: str, row: int) -> int:
+        """The row in the stored group."""
+        return int(self.rows[group][row]) if group in self.rows else row
 
 
 @dataclass(frozen=True)
@@ -253,6 +284,8 @@ class Latents:
     shards: list[ShardRef]
     #: Shard's number, group and row of HeldOut's samples; None: those of the shards, in order.
     held_out_order: Sequence[tuple[int, str, int]] | None = None
+    references: References = NO_REFERENCES
+    prompts: References = NO_REFERENCES  # of captions and references
 
     @property
     def text_dtype(self) -> str | None:
@@ -272,10 +305,21 @@ class Latents:
         return self._count("train/")
 
     @property
+    def training_by_source(self) -> dict[str, int]:
+        """Source -> its training samples, as `training`; "" without a mixture."""
+        names = dict.fromkeys(shard.source for shard in self.shards)
+        return {name: self.of_source(name).training for name in names}
+
+    def of_source(self, name: str) -> Latents:
+        """The shards of one source of a mixture, in no held-out order."""
+        own = [shard for shard in self.shards if shard.source == name]
+        return replace(self, shards=own, held_out_order=None)
+
+    @property
     def left_out(self) -> set[str]:
         """Sha256 (hex) of the near-duplicates that training leaves out."""
         groups = (rows.values() for shard in self.shards for rows in shard.left_out.values())
-        return {sha256 for rows in groups for sha256 in rows} - {NOT_SELECTED}
+        return {sha256 for rows in groups for sha256 in rows} - {NOT_SELECTED, BAD_REFERENCE}
 
     @property
     def held_out(self) -> int:
@@ -342,8 +386,43 @@ def read_ids(fs: AbstractFileSystem, path: str, split: str = "") -> dict[str, li
     return ids
 
 
+def read_captions(
+    fs: AbstractFileSystem, path: str
+) -> tuple[list[str], dict[str, list[tuple[int, ...]]]]:
+    """The captions that a shard stores, and `<split>/<h>x<w>` -> rows of each sample's captions.
+
+    Mirrored samples are left out.
+
+    Raises:
+        ValueError: the file is not a latent shard with captions, or is cut short.
+    """
+    with fs.open(path, "rb") as stream:
+        _, places = read_header(stream, DTYPES)
+
+        def read(name: str) -> NDArray[Any]:
+            place = places.get(name)
+            if place is None:
+                raise ValueError(f"{path} has no {name}")
+            stream.seek(place.start)
+            return np.frombuffer(stream.read(place.size), DTYPES[place.dtype])
+
+        text = read("text/captions").tobytes()
+        ends = read("text/caption_ends").tolist()
+        captions = [text[start:end].decode() for start, end in pairwise([0, *ends])]
+        rows = {}
+        for name in places:
+            group, _, tensor = name.rpartition("/")
+            if tensor == "caption_offsets" and not name.startswith("flipped/"):
+                own = read(f"{group}/caption_rows").tolist()
+                offsets = pairwise(read(name).tolist())
+                rows[group] = [tuple(own[start:end]) for start, end in offsets]
+    return captions, rows
+
+
 def open_latents(url: str) -> Latents:
     """The shards of a latents artifact, from its manifest; no shard is opened.
+
+    Those of a mixture are the shards of each source, one after another by name.
 
     Args:
         url: the artifact's folder, a local path or an fsspec URL.
@@ -356,7 +435,12 @@ def open_latents(url: str) -> Latents:
     info = next((file for file in record["files"] if file.path == INFO), None) if record else None
     if record is None or info is None:
         raise ValueError(f"{url}: no latents artifact is there")
+    facts = parse_json(read_checked(fs, root, INFO, info.sha256))
     stage_url = url.rstrip("/").rpartition("/")[0]
+    mixture = next((file for file in record["files"] if file.path == MIXTURE), None)
+    if mixture is not None:
+        keys = parse_json(read_checked(fs, root, MIXTURE, mixture.sha256))
+        return _mixed(facts, {name: open_latents(f"{stage_url}/{keys[name]}") for name in keys})
     left_out = read_left_out(fs, root, record["files"])
     shards = []
     for entry in sorted(record["files"], key=lambda entry: entry.path):
@@ -371,7 +455,75 @@ def open_latents(url: str) -> Latents:
         numbers = {shard_key(shard.url): number for number, shard in enumerate(shards)}
         stored = parse_json(read_checked(fs, root, HELD_OUT, order.sha256))
         held_out = [(numbers[key], group, row) for key, group, row in stored]
-    return Latents(parse_json(read_checked(fs, root, INFO, info.sha256)), shards, held_out)
+
+    def indexed(name: str, suffix: str) -> tuple[References, dict[str, dict[str, Targets]]]:
+        index = next((file for file in record["files"] if file.path == name), None)
+        if index is None:
+            return NO_REFERENCES, {}
+        places, targets = references.decode_index(read_checked(fs, root, name, index.sha256))
+        arrays = [
+            ShardRef(f"{stage_url}/{f.path.removeprefix('../')}", f.size, f.sha256, {})
+            for f in sorted(record["files"], key=lambda entry: entry.path)
+            if f.path.endswith(suffix)
+        ]
+        return References(arrays, places), targets
+
+    prompts, of_prompts = indexed(references.PROMPT_INDEX, references.PROMPT_SUFFIX)
+    shards = [replace(s, prompts=of_prompts.get(shard_key(s.url), {})) for s in shards]
+    table, targets = indexed(references.INDEX, references.SUFFIX)
+    grouped = [by_references(s, targets.get(shard_key(s.url), {}), table) for s in shards]
+    if held_out is not None:
+        held_out = _regrouped(held_out, grouped)
+    return Latents(facts, grouped, held_out, table, prompts)
+
+
+def _regrouped(
+    order: Sequence[tuple[int, str, int]], shards: Sequence[ShardRef]
+) -> list[tuple[int, str, int]]:
+    """Samples of stored groups, as those of groups by references; the order is kept."""
+    places = {
+        (number, references.stored_group(group), int(stored)): (number, group, row)
+        for number, shard in enumerate(shards)
+        for group, rows in shard.rows.items()
+        for row, stored in enumerate(rows)
+    }
+    return [places.get(place, place) for place in order]
+
+
+def _mixed(info: dict[str, Any], sources: Mapping[str, Latents]) -> Latents:
+    """The latents of a mixture; a source without a held-out order has that of its shards."""
+    shards: list[ShardRef] = []
+    order: list[tuple[int, str, int]] = []
+    table = prompts = NO_REFERENCES
+    for name, latents in sources.items():
+        own = latents.held_out_order
+        order += [
+            (len(shards) + number, group, row)
+            for number, group, row in (_in_order(latents) if own is None else own)
+        ]
+        first, first_prompt = len(table.table), len(prompts.table)
+        table = table.joined(latents.references)
+        prompts = prompts.joined(latents.prompts)
+        shards += [
+            replace(
+                shard,
+                source=name,
+                references=shifted(shard.references, first),
+                prompts=shifted(shard.prompts, first_prompt),
+            )
+            for shard in latents.shards
+        ]
+    is_ordered = any(latents.held_out_order is not None for latents in sources.values())
+    return Latents(info, shards, order if is_ordered else None, table, prompts)
+
+
+def _in_order(latents: Latents) -> Iterator[tuple[int, str, int]]:
+    """Shard's number, group and row of the held-out samples, in the order of the shards."""
+    for number, shard in enumerate(latents.shards):
+        for group, count in shard.groups.items():
+            out = shard.left_out.get(group, {})
+            rows = range(count) if group.startswith("holdout/") else ()
+            yield from ((number, group, row) for row in rows if row not in out)
 
 
 def write_latent_shard(
@@ -417,6 +569,10 @@ def _bf16_rows(rows: Sequence[NDArray[Any]]) -> _Tensor:
     return _Tensor("BF16", (len(rows), *shape), (to_bfloat16(row) for row in rows))
 
 
+def _pixel_rows(rows: Sequence[NDArray[np.uint8]]) -> _Tensor:
+    return _Tensor("U8", (len(rows), *rows[0].shape), rows)  # at full size: not copied at once
+
+
 def _whole(dtype: str, array: NDArray[Any]) -> _Tensor:
     return _Tensor(dtype, array.shape, [array.astype(DTYPES[dtype])])
 
@@ -424,6 +580,10 @@ def _whole(dtype: str, array: NDArray[Any]) -> _Tensor:
 def _text_tensors(texts: Texts) -> dict[str, _Tensor]:
     rows = texts.prompt_embeds
     tensors = {"text/input_ids": _whole("I32", texts.input_ids)}
+    if texts.captions is not None:
+        data = [caption.encode() for caption in texts.captions]
+        tensors["text/captions"] = _whole("U8", np.frombuffer(b"".join(data), np.uint8))
+        tensors["text/caption_ends"] = _whole("I32", np.cumsum([len(part) for part in data]))
     if rows is None:
         return tensors
     if texts.varying_lengths:
@@ -448,6 +608,13 @@ def _group_tensors(samples: Sequence[LatentSample]) -> dict[str, _Tensor]:
     if masked := [s.masked for s in samples if s.masked is not None]:
         extra["masks"] = _whole("U8", np.stack([m.masks for m in masked]))
         extra["masked_means"] = _bf16_rows([m.means for m in masked])
+    if any(sample.loss_mask is not None for sample in samples):
+        whole = np.full(samples[0].mean.shape[1:], 255, np.uint8)
+        loss_masks = [whole if s.loss_mask is None else s.loss_mask for s in samples]
+        extra["loss_mask"] = _whole("U8", np.stack(loss_masks))
+    if controls := [s.control for s in samples if s.control is not None]:
+        is_pixels = controls[0].dtype == np.uint8
+        extra["control"] = _pixel_rows(controls) if is_pixels else _bf16_rows(controls)
     return {
         "mean": _bf16_rows([sample.mean for sample in samples]),
         "logvar": _bf16_rows([sample.logvar for sample in samples]),

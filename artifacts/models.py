@@ -92,10 +92,7 @@ def local_model(path: str) -> Path | None:
     if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         return Path(path).resolve()
     if os.path.isfile(path):
-        raise Refused(
-            f"model {path}: it is a file: give a folder (diffusers' from_single_file and "
-            "save_pretrained make one of a checkpoint file)"
-        )
+        raise Refused(f"model {path}: it is a file: give a folder")
     if "://" not in path and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
         raise Refused(f"model {path}: no such folder (give a folder, a hub id or a URL)")
     return None
@@ -125,7 +122,7 @@ def resolve_file(path: str) -> Path:
             fs.get_file(root, str(copy))
 
     version = [path, *marks, info.get("size")]
-    return _cached(version, path, fetch, digest_model, is_versioned=any(marks))
+    return cached(version, path, fetch, digest_model, is_versioned=any(marks))
 
 
 def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
@@ -222,10 +219,10 @@ def _fetch_url(url: str) -> Path:
         with reading(f"model {url}", url):
             fetch_files(fs, root, files, str(copy))
 
-    return _cached([url, sorted(files.items())], url, fetch, digest_model)
+    return cached([url, sorted(files.items())], url, fetch, digest_model)
 
 
-def _cached(
+def cached(
     version: Any,
     url: str,
     fetch: Callable[[Path], None],
@@ -473,4 +470,4 @@ def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path
                 "next run copies it again"
             )
 
-    return _cached(digest, url, fetch, digest_of)
+    return cached(digest, url, fetch, digest_of)

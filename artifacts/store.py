@@ -26,7 +26,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts import filesystems, records
-from artifacts.compare_and_swap import create, remove, remove_checked
+from artifacts.compare_and_swap import create, read, remove, remove_checked, swap
 from artifacts.lock import Lock, hold, is_alive
 from configs.errors import Refused
 from configs.secrets import one_line, unchained, without_credentials, without_secrets
@@ -284,7 +284,7 @@ class Store:
         return self.url_of(f"{stage}/{SHARDS}/{path}")
 
     def check_writable(self) -> None:
-        """Raise OSError unless files can be written and deleted, Refused unless created once.
+        """Raise OSError unless files can be written and deleted, Refused without conditions.
 
         Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
         A bucket that does not exist is a Refused, too: nobody creates a misspelt bucket.
@@ -293,7 +293,12 @@ class Store:
         try:
             filesystems.make_folder_of(self.fs, probe)
             create(self.fs, probe, b"kiln")
-            exclusive = not create(self.fs, probe, b"twice")
+            ignored = "If-None-Match" if create(self.fs, probe, b"twice") else None
+            if not isinstance(self.fs, LocalFileSystem):
+                seen = read(self.fs, probe)
+                swap(self.fs, probe, seen, b"new")
+                if swap(self.fs, probe, seen, b"late") is not None:
+                    ignored = ignored or "If-Match"
         except Refused as error:
             raise Refused(f"store {self.url}: {error}") from None
         except FileNotFoundError:
@@ -303,8 +308,8 @@ class Store:
                 f"store {self.url}: its bucket does not exist: correct the name, or create it"
             ) from None
         self.fs.rm_file(probe)
-        if not exclusive:
-            raise Refused(f"store {self.url}: it ignores the conditions of writes (If-None-Match)")
+        if ignored:
+            raise Refused(f"store {self.url}: it ignores the conditions of writes ({ignored})")
 
     def load(self, stage: str, key: str, *, with_files: bool = True) -> Artifact | None:
         """The artifact as its manifest says, files unchecked. ValueError if that is damaged.

@@ -12,6 +12,12 @@ import numpy as np
 
 from artifacts.records import parse_json
 
+#: The element types of shards, as safetensors names them; bf16 is read as its bits.
+DTYPES = {
+    name: np.dtype(kind)
+    for name, kind in {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "U8": "u1"}.items()
+}
+
 
 @dataclass(frozen=True)
 class TensorPlace:

@@ -25,8 +25,9 @@ from bench.stand_in_encoder import NAME, registered
 from tasks.describe.describers import Spec
 from tasks.describe.tables import table_key
 from tasks.describe.worker import DescribingPlan, describe_request
-from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
+from tasks.devices.commit_shards import CommitShards, commit_shards
 from tasks.devices.processes import DevicePool
+from tasks.devices.shards import ShardTask
 
 ROUNDS = 5
 

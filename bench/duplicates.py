@@ -33,7 +33,7 @@ TILE = 128  # side of a tile, pixels
 SIDES = (128, 256, 512)  # of pictures that are hashed alone
 ORIGINALS = 200  # tiles that have copies
 #: Correlations of thumbnails that are tried: crops correlate less, and so do unlike drawings.
-CORRELATIONS = (0.8, 0.9, 0.96)
+CORRELATIONS = (0.92, 0.94, 0.985)
 #: Pictures per batch of made-up descriptions, and one in so many that has a copy.
 BATCH = 1 << 16
 COPIED = 100

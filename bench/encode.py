@@ -41,8 +41,9 @@ from bench.training_step_workloads import THREADS, Context, run_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
-from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
+from tasks.devices.commit_shards import CommitShards, commit_shards
 from tasks.devices.processes import DevicePool
+from tasks.devices.shards import ShardTask
 from tasks.encode.crop_to_bucket import TransformSettings, decode, transform
 from tasks.encode.encoders import EncodingPlan, encode_request
 from tasks.pictures import PictureShard
@@ -233,7 +234,7 @@ def published_row(context: Context, name: str, *, encoders: Encoders) -> Row:
         context.folder / name, encoders.hub_id, encoders.parts
     )
     count = encoders.batch
-    place = {"device": encoders.device, "dtype": encoders.dtype}
+    place: Any = {"device": encoders.device, "dtype": encoders.dtype}
     encoder: Any = open_encoder(EncodeJob("torch", str(folder), batch_size=count, **place))
     random = np.random.default_rng(0)
     pixels = random.uniform(-1, 1, (count, 3, encoders.side, encoders.side)).astype(np.float32)

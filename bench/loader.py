@@ -25,6 +25,7 @@ from artifacts.latent_shards import LatentScale
 from bench.benchmark_inputs import MODELS, write_random_latents
 from bench.report import Rounds, Row, finish, log, option_parser, spread
 from runtimes.data.loader import BatchReader, Loader, latent_moments
+from runtimes.data.sample_order import Mixture, Order
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import Objective
@@ -56,8 +57,9 @@ def main(arguments: Sequence[str]) -> int:
             "grain": grain_batches(url, Path(scratch), options.batch_size),
         }
         steps = samples // options.batch_size
-        row = compare(loaders, steps, options.batch_size, Rounds(Path(scratch), rounds))
-    return finish("loader", [row], options, ("numpy", "webdataset", "grain", "array_record"))
+        turns = Rounds(Path(scratch), rounds)
+        rows = [compare(loaders, steps, options.batch_size, turns), mixture_row(turns)]
+    return finish("loader", rows, options, ("numpy", "webdataset", "grain", "array_record"))
 
 
 def compare(loaders: dict[str, Epoch], steps: int, size: int, turns: Rounds) -> Row:
@@ -85,6 +87,28 @@ def compare(loaders: dict[str, Epoch], steps: int, size: int, turns: Rounds) -> 
         figures[f"rate_vs_{name}"] = spread([ours / theirs for ours, theirs in pairs])
         ratios[f"rate_vs_{name}"] = figures[f"rate_vs_{name}"]["median"]
     return Row("loader", ratios=ratios, figures=figures)
+
+
+def mixture_row(turns: Rounds) -> Row:
+    """Milliseconds that the order of a batch of 64 takes, of ten sources and of one."""
+    buckets = {f"train/{number}x8": 100 for number in range(10)}
+    sources = [f"s{number % 10}" for number in range(60)]
+    facts = {"weight": None, "repeats": 1.5, "regularisation": None}
+
+    def milliseconds(mixture: Mixture | None, _: Path | None = None) -> float:
+        order = Order(
+            [buckets] * 60, batch_size=64, seed=0, window=4, sources=sources, mixture=mixture
+        )
+        since = time.perf_counter()
+        for step in range(1000):
+            order.batch(step)
+        return time.perf_counter() - since
+
+    mixture = dict.fromkeys(sources, facts)
+    ten, one = turns.alternate(partial(milliseconds, mixture), partial(milliseconds, None))
+    figures = {"ten_sources_ms": spread(ten), "one_source_ms": spread(one)}
+    ratio = spread([b / a for a, b in zip(ten, one, strict=True)])["median"]
+    return Row("mixture", ratios={"speed_vs_one_source": ratio}, figures=figures)
 
 
 def _shapes(batch: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -34,6 +34,10 @@ from runtimes.torch.gpu_step_memory import step_memory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.network import sample_batch
 
+ALL = 1000  # blocks
+CHECKPOINTED: dict[str, Any] = {
+    **{"method": "lora", "mixed_precision": "bf16", "gradient_checkpointing": "blocks"}
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "gradient checkpointing": {"gradient_checkpointing": "blocks"},
@@ -41,6 +45,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "LoRA": {"method": "lora"},
     "LoRA, bf16": {"method": "lora", "mixed_precision": "bf16"},
     "LoRA, int8": {"method": "lora", "mixed_precision": "bf16", "lora": {"base_precision": "int8"}},
+    "fused backward": {
+        "gradient_checkpointing": "blocks",
+        "fused_backward": True,
+        "max_grad_norm": None,
+    },
+    "Prodigy": {"optimizer": "prodigy"},
+    "schedule-free": {"optimizer": "adamw_schedule_free"},
+    "Muon": {"optimizer": "muon"},
+    "CAME": {"optimizer": "came"},
+    "Lion": {"optimizer": "lion"},
+    "LoRA, nf4": {"method": "lora", "mixed_precision": "bf16", "lora": {"base_precision": "nf4"}},
+    "LoRA, bf16, checkpointing": {**CHECKPOINTED},
+    "LoRA, bf16, streamed": {**CHECKPOINTED, "stream_blocks": ALL},
+    "LoRA, nf4, streamed": {
+        **{**CHECKPOINTED, "stream_blocks": ALL},
+        "lora": {"base_precision": "nf4"},
+    },
+    "prior": {"mixed_precision": "bf16", "has_prior": True},
+    "ControlNet": {"method": "controlnet"},
+    "LoRA, prior": {"method": "lora", "mixed_precision": "bf16", "has_prior": True},
     "bf16, two micro-batches": {"mixed_precision": "bf16", "micro_batches": 2},
 }
 
@@ -52,6 +76,7 @@ def compare(
     *,
     micro_batches: int = 1,
     text_dtype: str | None = None,
+    has_prior: bool = False,
     **train: Any,
 ) -> dict[str, float]:
     """Planned and real peak of a step, in bytes, and the duration of the plan in seconds."""
@@ -60,11 +85,17 @@ def compare(
     settings = Train(**{**sizes, "device": device, **train})
     dumped = settings.model_dump(mode="json")
     request = GpuStepRequest(str(model), dumped, resolution, device=device, text_dtype=text_dtype)
-    plan = step_memory(request)
+    plan = step_memory(replace(request, has_prior=has_prior))
+    plan = plan.with_streamed(settings.streamed_blocks)
     parts = plan.peak(batch // micro_batches, accumulating=micro_batches > 1)
-    average = 0 if settings.ema_decay is None else plan.ema
-    planned = plan.weights + plan.optimizer + average + sum(parts.values())
+    average = plan.ema if settings.keeps_average else 0
+    state = plan.optimizer_state(settings.optimizer)
+    planned = plan.weights + state + average + sum(parts.values())
+    if device == "cpu":
+        planned += plan.streamed  # the host's memory, which is the device's
     job = TrainJob("torch", str(model), "", dumped, "", "", text_dtype=text_dtype)
+    if has_prior:
+        job = replace(job, mixture={"old": {"regularisation": "prior"}})
     return {"planned": planned, "real": real_peak(job, resolution), "seconds": plan.seconds}
 
 
@@ -74,7 +105,7 @@ def real_peak(job: TrainJob, resolution: int) -> int:
     others = {id(storage) for storage in _storages()}
     runtime = TheRuntime()
     runtime.load(job, Base.of(job))
-    batch = _batch(runtime, job, resolution)
+    batch = batch_of(runtime, job, resolution)
     runtime.step(batch, 1e-4)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -98,7 +129,8 @@ def _storages() -> Iterator[Any]:
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
+def batch_of(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
+    """The batch of a job: a zero sample, as often as it has samples."""
     network = runtime._network
     count = job.train["global_batch_size"]
     sample = sample_batch(
@@ -110,6 +142,7 @@ def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
         name: np.repeat(getattr(sample, name), count, axis=0) for name in arrays
     }
     repeated |= {"conditioning": many, "denominator": count}
+    repeated["is_prior"] = np.ones(count, np.bool_) if job.has_prior else None
     return replace(sample, **repeated)
 
 

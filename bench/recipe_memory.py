@@ -19,14 +19,9 @@ from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
-from tasks.plan.gpu import (
-    FILE,
-    RecipeMemory,
-    digest_settings,
-    executed_flops,
-    plan_for,
-    shipped_plans,
-)
+from tasks.plan.gpu import plan_for
+from tasks.plan.gpu_time import copied_per_image, executed_flops, slowdown
+from tasks.plan.shipped_plans import FILE, RecipeMemory, digest_settings, shipped_plans
 from tasks.progress import bytes_in_words
 
 DOCUMENT = CHECKOUT / "docs/recipes.md"
@@ -35,7 +30,9 @@ TABLE = re.compile(r"(?<=<!-- python -m bench.recipe_memory -->\n)(\|.*\n)*")
 #: Sizes of memory of common GPUs, in GB as on data sheets (2**30 bytes).
 CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
 #: GPUs of the columns with hours.
-GPUS = tuple(spec for name in ("RTX 4090", "H100") if (spec := parse_gpu(name).spec))
+GPUS = tuple(
+    spec for name in ("RTX 3060", "RTX 4070", "RTX 4090", "H100") if (spec := parse_gpu(name).spec)
+)
 
 
 def plan(recipe: Recipe, store: Path) -> RecipeMemory:
@@ -51,12 +48,16 @@ def plan(recipe: Recipe, store: Path) -> RecipeMemory:
         training=planned.peaks.training,
         samples=planned.peaks.samples,
         sampling=planned.peaks.sampling,
+        encoding=planned.peaks.encoding,
         checkpoint=planned.peaks.checkpoint,
         parameters=planned.step.parameters,
         checkpoint_bytes=planned.checkpoint_bytes,
         flops_per_image=executed_flops(planned.step),
         images=None if planned.steps is None else planned.steps * train.global_batch_size,
         product_dtype=train.product_dtype,
+        host=planned.peaks.host,
+        slowdown=slowdown(train, planned.step),
+        copied_per_image=copied_per_image(train, planned.step),
     )
 
 
@@ -74,11 +75,20 @@ def planned_recipes() -> list[str]:
 
 def recipe_memory_table() -> Iterator[str]:
     """Lines of the table in docs/recipes.md."""
-    heads = ["recipe", "fits a GPU of", "training", "samples", "evaluation", "a checkpoint"]
+    heads = [
+        "recipe",
+        "fits a GPU of",
+        "encoding",
+        "training",
+        "samples",
+        "evaluation",
+        "host",
+        "a checkpoint",
+    ]
     yield _row(heads + [f"hours on {gpu.name}" for gpu in GPUS])
     yield _row(["---"] * (len(heads) + len(GPUS)))
     for plan in shipped_plans():
-        sizes = [plan.training, plan.samples, plan.sampling]
+        sizes = [plan.encoding, plan.training, plan.samples, plan.sampling, plan.host]
         memory = [_gib(size) for size in sizes]
         hours = [_hours(plan, gpu) for gpu in GPUS]
         stored = bytes_in_words(plan.checkpoint_bytes)

@@ -189,7 +189,7 @@ def cuda_jax_row(
     """Images/s, MFU and peak memory of runtimes jax and torch."""
     _require_cuda()
     if not any(find_spec(plugin) for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
-        raise Skip("jax has no CUDA plug-in: see docs/jax.md")
+        raise Skip("jax has no CUDA plug-in: see docs/tpu.md")
     return two_runtimes_row(context, name, workload(batch_size(batch)))
 
 

@@ -58,3 +58,14 @@ def naming(setting: str, remedy: str | None = None) -> Iterator[None]:
         if isinstance(error, Refused):  # what is away is not mended by another setting
             error.remedy = error.remedy or remedy
         raise
+
+
+@contextmanager
+def naming_source(name: str) -> Iterator[None]:
+    """Put the source of a mixture before the setting of an error; the name is "" without one."""
+    try:
+        yield
+    except UserError as error:
+        if name:
+            error.setting = ".".join(filter(None, ("sources", name, error.setting)))
+        raise

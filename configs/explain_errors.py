@@ -39,12 +39,17 @@ def hint_of(name: str, known: Collection[str], prefix: str = "") -> str:
     Args:
         prefix: what precedes a similar name, such as the section of a setting.
     """
-    near = (
+    near = similar_names(name, known)
+    return did_you_mean(f"{prefix}{n}" for n in near) or f"there are: {', '.join(known)}"
+
+
+def similar_names(name: str, known: Collection[str]) -> list[str]:
+    """The known names that a wrong name may mean; none without a similar one."""
+    return (
         difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
         or longer_names(name, known)
         or _misspelt_names(name, known)
     )
-    return did_you_mean(f"{prefix}{n}" for n in near) or f"there are: {', '.join(known)}"
 
 
 def longer_names(name: str, known: Collection[str]) -> list[str]:
@@ -96,20 +101,19 @@ NO_EQUIVALENT = (
     "caption_extension (K): the caption of `fox.png` is in `fox.txt`",
     "scale_lr (D): learning_rate is not scaled",
     "resume_from_checkpoint resume (DKS): runs resume automatically",
-    "shuffle_caption keep_tokens caption_tag_dropout_rate token_warmup_step (K): captions are "
-    "encoded once; a picture may have several, one of which a step takes",
-    "num_repeats repeats dataset_repeats (KS): an epoch has each picture once",
-    "class_data_dir with_prior_preservation prior_loss_weight reg_data_dir (DK): put pictures of "
-    "the class into the source, with captions of their own",
-    "blocks_to_swap (K): `train.lora.base_precision: int8` and `gradient_checkpointing` save "
-    "memory",
-    "network_weights init_lora (KS): publish adapters with `publish.merge`, and take that folder "
-    "as `model.path`",
-    "loss_type huber_c huber_schedule (DKS): the loss is the squared error",
+    "token_warmup_step (K): the tags of captions do not depend on the step",
+    "keep_tokens_separator (K): `encode.captions.keep_tags` counts the first tags",
+    "secondary_separator enable_wildcard (K): write such captions out",
     "multires_noise_iterations multires_noise_discount (K): `train.noise_offset` is there",
-    "max_token_length (K): captions have the length that the encoder reads",
 )
-TOOLS = {"D": "diffusers", "K": "kohya", "P": "PyTorch", "S": "SimpleTuner", "T": "transformers"}
+TOOLS = {
+    "D": "diffusers",
+    "K": "kohya",
+    "O": "OneTrainer",
+    "P": "PyTorch",
+    "S": "SimpleTuner",
+    "T": "transformers",
+}
 
 
 def _table() -> Iterator[Foreign]:
@@ -131,6 +135,12 @@ VALUES = {
     ("train.optimizer", "AdamW8bit"): "adamw_8bit here",
     ("train.optimizer", "AdamW"): "adamw here",
     ("train.optimizer", "Adafactor"): "adafactor here",
+    ("train.optimizer", "AdamWScheduleFree"): "adamw_schedule_free here",
+    ("train.optimizer", "CAME"): "came here",
+    ("train.optimizer", "Lion"): "lion here",
+    ("train.optimizer", "Lion8bit"): "lion_8bit here",
+    ("train.optimizer", "Muon"): "muon here",
+    ("train.optimizer", "Prodigy"): "prodigy here",
 }
 
 
@@ -141,6 +151,17 @@ def page() -> str:
         "",
         "Settings of these tools and their names in Kilnworks. The error for one of them in a",
         "recipe contains our name. `python -m configs.explain_errors` prints this page.",
+        "",
+        "These commands write a recipe, whose head lists the settings without equivalent:",
+        "",
+        "```",
+        ".venv/bin/kiln import kohya dataset.toml train.toml --output mine.yaml",
+        ".venv/bin/kiln import diffusers accelerate launch train_text_to_image_lora.py --rank=8 …",
+        ".venv/bin/kiln import simpletuner config/ --output mine.yaml",
+        "```",
+        "",
+        "kohya's dataset may be a folder of folders `10_name class`, its training settings a",
+        "command line. The base draws class pictures that are missing (`source.kind: drawn`).",
         "",
         "| their setting | tool | our setting | note |",
         "|---|---|---|---|",
@@ -255,6 +276,9 @@ def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseM
         tag = item["ctx"]["tag"]
         return f"{dotted}.kind: {tag!r} is unknown ({hint_of(tag, kinds)})"
     message = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Value error, ")
+    of_text = item["type"] in ("string_pattern_mismatch", "string_type")
+    if of_text and (examples := _examples(where, model)):
+        message = f"it takes a text such as {' or '.join(examples)}"
     if item["type"] == "value_error" and isinstance(item["input"], dict):
         # A validator of a whole section: its message names the settings.
         return f"{dotted}: {message}" if dotted else message
@@ -264,6 +288,17 @@ def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseM
     got = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     near = _near_choice(item) if item["type"] == "literal_error" else ""
     return f"{dotted}: {message} (got {got}{near})"  # as YAML has it: null, true
+
+
+def _examples(where: list[str], model: type[BaseModel]) -> list[str]:
+    """The examples of a setting, which say more than its pattern."""
+    *sections, name = where
+    inner: type[BaseModel] | None = model
+    for part in sections:
+        field = None if inner is None else inner.model_fields.get(part)
+        inner = None if field is None else _section(field.annotation)
+    field = None if inner is None else inner.model_fields.get(name)
+    return [] if field is None else field.examples or []
 
 
 def _near_choice(item: ErrorDetails) -> str:

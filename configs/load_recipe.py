@@ -9,6 +9,7 @@ docs/settings.md.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,9 +122,26 @@ def parse_option(text: str) -> Any:
     return value
 
 
-def dump_yaml(value: Any) -> str:
-    """A YAML document with the value of a JSON document, which `parse_yaml` reads back."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def dump_yaml(value: Any, *, flow: bool = False) -> str:
+    """A YAML document with the value of a JSON document, which `parse_yaml` reads back.
+
+    Args:
+        flow: each value of the mapping is in braces or brackets, on one line.
+    """
+    if not flow:
+        return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    lines = []
+    for name, item in value.items():
+        inline = yaml.dump(
+            [item],
+            Dumper=_Dumper,
+            sort_keys=False,
+            allow_unicode=True,
+            default_flow_style=True,
+            width=math.inf,
+        )
+        lines.append(f"{name}: {inline.strip()[1:-1]}\n")
+    return "".join(lines)
 
 
 def _refused(why: str, place: Any) -> yaml.YAMLError:
@@ -154,6 +172,9 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     for dotted in overrides.keys() & {"source.kind", "train.epochs", "train.steps"}:
         section, setting = dotted.split(".")  # what these replace is not inherited
         settings = _merge(settings, {section: {setting: overrides[dotted]}}, "override ")
+    named = {dotted.partition(".")[0] for dotted in overrides}
+    if "sources" in named and "source" not in named:
+        settings.pop("source", None)
     for dotted, value in overrides.items():
         name = dotted.rpartition(".")[2]
         _set(settings, dotted, anchored({name: value}, Path.cwd())[name])
@@ -239,7 +260,12 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         beside = os.path.isfile(path.parent / str(parent))
         hint = f" (did you mean ./{parent}?)" if beside else ""
         raise Refused(f"{path.name}: extends: {error}{hint}") from None
-    return _merge(_read(extended, (*seen, path)), settings, f"{path.name}: ")
+    inherited = _read(extended, (*seen, path))
+    inherited.pop("description", None)  # it is of the other recipe's model
+    for name, other in (("source", "sources"), ("sources", "source")):
+        if name in settings:  # a mixture replaces a single source, and the reverse
+            inherited.pop(other, None)
+    return _merge(inherited, settings, f"{path.name}: ")
 
 
 def anchored(value: Any, folder: Path) -> Any:
@@ -248,10 +274,7 @@ def anchored(value: Any, folder: Path) -> Any:
     Prompts are left as they are.
     """
     if isinstance(value, dict):
-        return {
-            key: item if key == "prompts" and isinstance(item, list) else anchored(item, folder)
-            for key, item in value.items()
-        }
+        return {key: _anchored_item(key, item, folder) for key, item in value.items()}
     if isinstance(value, list):
         return [anchored(item, folder) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
@@ -259,6 +282,14 @@ def anchored(value: Any, folder: Path) -> Any:
     if isinstance(value, str) and value.startswith("~/"):
         return os.path.expanduser(value)
     return value
+
+
+def _anchored_item(key: str, item: Any, folder: Path) -> Any:
+    if key == "prompt":
+        return item
+    if key == "prompts" and isinstance(item, list):  # a prompt with references is a mapping
+        return [each if isinstance(each, str) else anchored(each, folder) for each in item]
+    return anchored(item, folder)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any], where: str) -> dict[str, Any]:
@@ -320,6 +351,21 @@ class Trial(NamedTuple):
             f"{name.removeprefix('train.')}={json.dumps(value)}"
             for name, value in self.settings.items()
         )
+
+
+def load_retrained(name: str, overrides: Mapping[str, Any]) -> Recipe:
+    """A recipe that can be retrained. Raises Refused as load_recipe, and for one that cannot."""
+    recipe = load_recipe(name, overrides)
+    if recipe.has_references:
+        raise Refused(
+            "a retraining selects no references, so an edit model would be trained without them: "
+            "run the recipe with `kiln run`, which encodes only what is new",
+            setting="source",
+        )
+    if recipe.sources and recipe.retrain.start == "champion":
+        why = "a mixture is trained again from the base's weights: set base"
+        raise Refused(why, setting="retrain.start")
+    return recipe
 
 
 def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:

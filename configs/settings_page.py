@@ -50,7 +50,8 @@ def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
         for section in _sections(node, definitions):
             kind = section["properties"].get("kind", {}).get("const")
             title = f"`{name}`" + (f", `kind: {kind}`" if kind else "")
-            rows = list(_rows(f"{name}.", section, definitions, node))
+            prefix = f"{name}.NAME." if "additionalProperties" in node else f"{name}."
+            rows = list(_rows(prefix, section, definitions, node))
             yield title, _sentence(section), rows
 
 

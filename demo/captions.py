@@ -76,6 +76,21 @@ TEMPLATES = (
 )
 
 
+#: Of a picture whose reference has the same handwriting; no digit is named.
+EDIT_TEMPLATES = (
+    "the same digit in {ink} on {paper}",
+    "the same digit, {ink} on {paper}",
+    "the digit written in {ink} on {paper}",
+    "{ink} on {paper}, the same digit",
+)
+
+
+def edit_caption(style: int, rng: np.random.Generator) -> str:
+    """The instruction for the style STYLES[style] by one of EDIT_TEMPLATES at random."""
+    phrases = {"ink": STYLES[style].ink, "paper": STYLES[style].paper}
+    return EDIT_TEMPLATES[int(rng.integers(len(EDIT_TEMPLATES)))].format(**phrases)
+
+
 def captions(digit: int, style: int) -> list[str]:
     """A caption by each template for a digit in the style STYLES[style]."""
     words = {"word": WORDS[digit], "number": digit}
@@ -90,9 +105,9 @@ def caption(digit: int, style: int, rng: np.random.Generator) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """The content of a caption; None for an unspecified ink or paper."""
+    """The content of a caption; None for an unspecified ink or paper, or the reference's digit."""
 
-    digit: int
+    digit: int | None
     ink: str | None = None
     paper: str | None = None
 
@@ -115,22 +130,30 @@ _PAPER = _any_of({style.paper for style in STYLES})
 
 
 @cache
-def parse(text: str) -> Asked:
+def parse(text: str, has_reference: bool = False) -> Asked:
     """Parse a caption.
+
+    Args:
+        has_reference: whether a caption may leave the digit to its reference.
 
     Raises:
         ValueError: it has not exactly one digit, or names no known style.
     """
     lowered = text.lower()
     digits, inks, papers = (set(part.findall(lowered)) for part in (_DIGIT, _INK, _PAPER))
-    if len(digits) != 1 or len(inks) > 1 or len(papers) > 1:
+    is_left_out = has_reference and not digits
+    if (len(digits) != 1 and not is_left_out) or len(inks) > 1 or len(papers) > 1:
         raise ValueError(
             f"caption {text!r} should name one digit, at most one ink and at most one paper, "
             f'as in "{captions(7, style_index(NEW_STYLE))[0]}"'
         )
-    word = digits.pop()
-    digit = WORDS.index(word) if word in WORDS else int(word)
-    asked = Asked(digit, next(iter(inks), None), next(iter(papers), None))
+    asked = Asked(_number(digits), next(iter(inks), None), next(iter(papers), None))
     if not asked.styles():
         raise ValueError(f"caption {text!r} asks for {asked.ink} on {asked.paper}: no such style")
     return asked
+
+
+def _number(digits: set[str]) -> int | None:
+    for word in digits:
+        return WORDS.index(word) if word in WORDS else int(word)
+    return None

@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -120,15 +121,27 @@ def _png(picture: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, bytes, str]]:
-    """Number, PNG bytes and caption of each picture, both kinds in one random order.
+@dataclass(frozen=True)
+class Drawn:
+    """A picture of the dataset."""
+
+    number: int
+    png: bytes
+    caption: str
+    reference: bytes | None = None  # PNG of the same handwriting in a style of the base
+
+
+def _pictures(
+    seed: int, count: int, rehearsal: int, style: str, references: bool
+) -> Iterator[Drawn]:
+    """The pictures, both kinds in one random order.
 
     No picture depends on `count`: a larger one adds pictures and keeps the order of the others.
     """
     rng = np.random.default_rng(seed)
     x8, labels = load("all")
     again = rng.choice(len(x8), rehearsal, replace=rehearsal > len(x8))
-    new = np.full(len(x8), style_index(NEW_STYLE))
+    new = np.full(len(x8), style_index(style))
     # Each base style is as frequent as the others.
     known = rng.permutation(np.resize([style_index(name) for name in BASE_STYLES], rehearsal))
     rows = np.concatenate([np.arange(len(x8)), again])
@@ -138,22 +151,39 @@ def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, byte
             continue
         own = np.random.default_rng([seed, number])
         row = rows[number]
-        style = styles[number]
-        (picture,) = render(x8[row, None], style[None], own)
-        yield int(number), _png(picture), captions.caption(int(labels[row]), int(style), own)
+        (picture,) = render(x8[row, None], styles[number, None], own)
+        asked = int(styles[number])
+        if not references:
+            yield Drawn(int(number), _png(picture), captions.caption(int(labels[row]), asked, own))
+            continue
+        others = [index for index in map(style_index, BASE_STYLES) if index != asked]
+        before = own.choice(others, 1)
+        # Equal seeds have equal strokes in each style.
+        (reference,) = render(x8[row, None], before, np.random.default_rng([seed, number]))
+        text = captions.edit_caption(asked, own)
+        yield Drawn(int(number), _png(picture), text, _png(reference))
 
 
-def _fill(folder: Path, seed: int, count: int, rehearsal: int) -> None:
+def _fill(
+    folder: Path, seed: int, count: int, rehearsal: int, style: str, references: bool
+) -> None:
     # Imported on demand: the import lasts a third of a second, and other callers do not need it.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (folder / "images").mkdir()
+    for name in ("images", "references") if references else ("images",):
+        (folder / name).mkdir()
     rows = []
-    for number, png, text in _pictures(seed, count, rehearsal):
-        url = f"images/{number:05d}.png"
-        (folder / url).write_bytes(png)
-        rows.append({"url": url, "caption": text, "sha256": hashlib.sha256(png).hexdigest()})
+    for drawn in _pictures(seed, count, rehearsal, style, references):
+        url = f"images/{drawn.number:05d}.png"
+        (folder / url).write_bytes(drawn.png)
+        sha256 = hashlib.sha256(drawn.png).hexdigest()
+        row = {"url": url, "caption": drawn.caption, "sha256": sha256}
+        if drawn.reference is not None:
+            row["reference"] = f"references/{drawn.number:05d}.png"
+            (folder / row["reference"]).write_bytes(drawn.reference)
+            row["reference_sha256"] = hashlib.sha256(drawn.reference).hexdigest()
+        rows.append(row)
     pq.write_table(pa.Table.from_pylist(rows), folder / LIST)
 
 
@@ -166,9 +196,11 @@ def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
         listed = (folder / LIST).read_bytes()
         if note != recipe | {"list": hashlib.sha256(listed).hexdigest()}:
             return False
-        rows = pq.read_table(io.BytesIO(listed), columns=["url", "sha256"]).to_pylist()
-        digests = (hashlib.sha256((folder / row["url"]).read_bytes()) for row in rows)
-        return all(d.hexdigest() == row["sha256"] for d, row in zip(digests, rows, strict=True))
+        rows = pq.read_table(io.BytesIO(listed)).to_pylist()
+        files = [(row["url"], row["sha256"]) for row in rows]
+        files += [(r["reference"], r["reference_sha256"]) for r in rows if "reference" in r]
+        digests = (hashlib.sha256((folder / path).read_bytes()) for path, _ in files)
+        return all(d.hexdigest() == sha256 for d, (_, sha256) in zip(digests, files, strict=True))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
 
@@ -186,18 +218,34 @@ def _replace(new: Path, folder: Path, recipe: dict[str, Any]) -> None:
             raise
 
 
-def write(folder: Path, *, seed: int = 0, count: int = 1797, rehearsal: int = REHEARSAL) -> Path:
+def write(
+    folder: Path,
+    *,
+    seed: int = 0,
+    count: int = 1797,
+    rehearsal: int = REHEARSAL,
+    style: str = NEW_STYLE,
+    references: bool = False,
+) -> Path:
     """Write the dataset to `folder`, deterministically, and return the path of `urls.parquet`.
 
-    The dataset has the first `count` of the 1,797 digits in the new style, and `rehearsal` pictures
-    in the base's styles; a larger `count` adds rows and changes none. Columns: `url` (relative to
-    the folder, "images/00001.png"), `caption`, `sha256` (hex, of the PNG's bytes). An intact folder
-    of equal arguments is reused.
+    The dataset has the first `count` of the 1,797 digits in `style`, a new one, and `rehearsal`
+    pictures in the base's styles; a larger `count` adds rows and changes none. Columns: `url`
+    (relative to the folder, "images/00001.png"), `caption`, `sha256` (hex, of the PNG's bytes). An
+    intact folder of equal arguments is reused.
+
+    With `references`, each picture has another of the same handwriting in a style of the base: the
+    columns `reference` and `reference_sha256`. Captions then name the style, and leave the digit
+    to the reference.
 
     Raises:
         FileExistsError: `folder` has files that this function did not write.
     """
-    recipe = {"seed": seed, "count": count, "rehearsal": rehearsal, "version": 2}
+    recipe: dict[str, Any] = {"seed": seed, "count": count, "rehearsal": rehearsal, "version": 2}
+    if style != NEW_STYLE:
+        recipe["style"] = style
+    if references:
+        recipe["references"] = True
     if _is_whole(folder, recipe):
         return folder / LIST
     if folder.exists() and any(folder.iterdir()) and not (folder / NOTE).exists():
@@ -208,7 +256,7 @@ def write(folder: Path, *, seed: int = 0, count: int = 1797, rehearsal: int = RE
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        _fill(new, seed, count, rehearsal)
+        _fill(new, seed, count, rehearsal, style, references)
         digest = hashlib.sha256((new / LIST).read_bytes()).hexdigest()
         (new / NOTE).write_text(json.dumps(recipe | {"list": digest}, indent=2) + "\n")
         _replace(new, folder, recipe)

@@ -78,21 +78,39 @@ def _classifier() -> "SVC":
     return SVC(C=10, gamma="scale").fit(np.concatenate(shapes), np.tile(labels, PASSES))
 
 
-def judge_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
+def judge_digit(
+    images: NDArray[np.uint8],
+    prompts: Sequence[str],
+    references: Sequence[NDArray[np.uint8] | None] = (),
+) -> NDArray[np.bool_]:
     """Whether each picture shows the digit of its prompt, bool [N].
+
+    A prompt that names none asks for that of its reference, by the same classifier.
 
     Args:
         images: u8 [N, 32, 32, 3].
         prompts: N captions of `demo.captions`.
+        references: N pictures u8 [32, 32, 3], or None; none at all: no prompt has one.
 
     Raises:
-        ValueError: the shape is wrong, or `captions.parse` cannot read a prompt.
+        ValueError: a shape is wrong, `captions.parse` cannot read a prompt, or neither prompt nor
+            reference has a digit.
     """
     asked = _parse(images, prompts)
     if not asked:
         return np.zeros(0, bool)
-    digits = _classifier().predict(ink_shape(images))
-    return np.asarray(digits == np.array([a.digit for a in asked]))
+    wanted = np.array([-1 if a.digit is None else a.digit for a in asked])
+    unnamed = np.flatnonzero(wanted < 0)
+    shown = []
+    for n in unnamed.tolist():
+        reference = references[n] if n < len(references) else None
+        if reference is None or reference.shape != images.shape[1:]:
+            words = f"{prompts[n]!r} names no digit: it needs a reference of 32 x 32 pixels"
+            raise ValueError(words)
+        shown.append(reference)
+    if shown:
+        wanted[unnamed] = _classifier().predict(ink_shape(np.stack(shown)))
+    return np.asarray(_classifier().predict(ink_shape(images)) == wanted)
 
 
 def judge_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
@@ -113,4 +131,4 @@ def _parse(images: NDArray[np.uint8], prompts: Sequence[str]) -> list[captions.A
         raise ValueError(
             f"expected uint8 pictures {shape}, one per prompt; got {images.dtype} {images.shape}"
         )
-    return [captions.parse(prompt) for prompt in prompts]
+    return [captions.parse(prompt, has_reference=True) for prompt in prompts]

@@ -10,6 +10,7 @@ import getpass
 import json
 import logging
 import os
+import re
 import select
 import shlex
 import signal
@@ -29,6 +30,8 @@ from configs.secrets import one_line, redact_logs, redacted_errors
 from configs.settings import recipe as recipe_settings
 from configs.settings.generate import read_settings
 from flows.command_errors import error_as_json, import_prefect, usage_error
+from flows.import_commands import imports
+from flows.new_command import new
 from runtimes.detect_hardware import collect_garbage_rarely
 
 FAILED = 1
@@ -357,6 +360,8 @@ def _run(
         if flow == "sweep":
             overrides = loading.add_values(overrides, values or ())
             loading.load_trials(recipe, overrides)
+        elif flow == "retrain":
+            loading.load_retrained(recipe, overrides)
         else:
             loading.load_recipe(recipe, overrides)
     from flows.run_in_terminal import run
@@ -434,6 +439,22 @@ def generate(
     file: Annotated[
         str | None, typer.Option("--from-file", help="Text file with one prompt per line.")
     ] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reference",
+            help="Reference picture of every prompt, for edit models; repeat it for more.",
+            metavar="FILE",
+        ),
+    ] = None,
+    control: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--control",
+            help="Control picture of a ControlNet; several times: one for each prompt.",
+            metavar="FILE",
+        ),
+    ] = None,
     override: Annotated[list[str] | None, _overrides("seed=7")] = None,
     out: Annotated[str, typer.Option(help="Output folder for the pictures.")] = "outputs",
     skip_grid: Annotated[bool, typer.Option("--skip-grid", help="Leave out the grid.")] = False,
@@ -450,7 +471,13 @@ def generate(
         settings = _parsed(override)
         if file is not None and "file" in settings:
             raise Refused("generate: --from-file and -o file exclude each other")
+        if reference and "references" in settings:
+            raise Refused("generate: --reference and -o references exclude each other")
         settings |= {} if file is None else {"file": file}
+        settings |= {"references": reference} if reference else {}
+        if control and "control" in settings:
+            raise Refused("generate: --control and -o control exclude each other")
+        settings |= {"control": control} if control else {}
         if not prompts and "file" not in settings:
             raise Refused("generate: it has no prompt: give one, or --from-file")
         read_settings(model, prompts, settings)
@@ -481,6 +508,16 @@ def plan(
             metavar="GPU",
         ),
     ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Machines with such GPUs, each with train.processes of them.")
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="Network of each machine, in bits per second; default: plan.network_gbits.",
+            metavar="100Gb",
+        ),
+    ] = None,
     override: Overrides = None,
     search: Annotated[
         bool, typer.Option("--largest", help="Search for the largest batch that fits.")
@@ -491,11 +528,28 @@ def plan(
 
     Exit code: 0 it fits, 2 it does not; the message has the largest batch, or settings, that do.
     """
-    loaded = recipe_settings.with_defaults_without_effect(_loaded(recipe, override))
     places = _once("--topology", topology), _once("--gpu", gpu)
+    if places[1] is None and (hosts is not None or network is not None):
+        raise typer.BadParameter(
+            "--hosts and --network are for --gpu; a slice's name has its hosts"
+        )
+    changed = [*(override or [])]
+    if hosts is not None:
+        changed.append(f"train.hosts={hosts}")
+    if network is not None:
+        changed.append(f"plan.network_gbits={_gbits(network)}")
+    loaded = recipe_settings.with_defaults_without_effect(_loaded(recipe, changed))
     from flows.show_plan import show_plan
 
     show_plan(loaded, *places, search=search, as_json=as_json)
+
+
+def _gbits(text: str) -> str:
+    """The number of a network's rate, in Gbit/s. Raises BadParameter for bytes and other units."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:Gb|Gbit|Gbps)(?:/s)?", text)
+    if number is None:
+        raise typer.BadParameter(f"--network {text}: write gigabits per second, such as 100Gb")
+    return number[1]
 
 
 def _once(option: str, values: list[str] | None) -> str | None:
@@ -548,6 +602,7 @@ def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this recipe, resolved.")] = None,
     override: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the recipes that come with Kilnworks, or print one with everything it extends."""
     if name is None and override:
@@ -557,10 +612,16 @@ def recipes(
     if schema:
         print(json.dumps(loading.json_schema(), indent=1))
     elif name is not None:
-        print(loading.dump(_loaded(name, override)), end="")
+        text = loading.dump(_loaded(name, override))
+        print(json.dumps(loading.parse_yaml(text)) + "\n" if as_json else text, end="")
     else:
-        for known in loading.recipe_names():
-            print(f"{known:16} {loading.load_recipe(known).description}")
+        known = {n: loading.load_recipe(n).description for n in loading.recipe_names()}
+        lines = (f"{name:16} {description}" for name, description in known.items())
+        print(json.dumps({"recipes": known}) if as_json else "\n".join(lines))
+
+
+app.add_typer(imports, name="import")
+app.command()(new)
 
 
 @app.command()
@@ -592,10 +653,35 @@ def tpu(recipe: RecipeArgument, override: Overrides = None) -> None:
     loaded = _loaded(recipe, override)
     if loaded.tpu is None:
         raise Refused(f"recipe {loaded.name}: no section `tpu` (see docs/tpu.md)")
-    from tasks.tpu import list_commands
+    from tasks.hosts.gcloud import hosts_of, list_commands
 
-    for why, command in list_commands(loaded.tpu):
+    hosts = hosts_of(loaded.tpu, loaded.train.hosts)
+    grace = loaded.train.grace_seconds
+    for why, command in list_commands(loaded.tpu, loaded.runtime, hosts, grace):
         print(f"# {why}\n{shlex.join(command)}")
+
+
+@app.command()
+def mcp(
+    allow_runs: Annotated[
+        bool, typer.Option("--allow-runs", help="Also allow runs, drawing and new recipes.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Working folder, with recipes and store; default: this one.")
+    ] = None,
+) -> None:
+    """Serve the commands to an AI agent, by the Model Context Protocol on stdin and stdout.
+
+    The agent's program starts this command. It only reads without --allow-runs.
+    """
+    if folder is not None:
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise Refused(f"--folder {folder}: {error.strerror}: name an existing folder") from None
+    from flows.mcp_server import server
+
+    server(allow_runs=allow_runs).run()
 
 
 def _open_closed_streams() -> None:

@@ -36,7 +36,7 @@ def show_data(recipe: Recipe, name: str, html: Path | None, *, as_json: bool) ->
         html: file of the page; None: no page is written.
     """
     data = data_of(recipe, name)
-    by_stage = counts(recipe.stages, data)
+    by_stage = counts(recipe, data)
     if html is not None:
         html.write_text(write_page(recipe, name, data), encoding="utf-8")
     if as_json:

@@ -39,7 +39,7 @@ from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
 from tasks.code_version import package_versions
 from tasks.plan.disk import free_bytes
-from tasks.plan.gpu import RecipeMemory, shipped_plans
+from tasks.plan.shipped_plans import RecipeMemory, shipped_plans
 from tasks.preflight import Doors, devices_here, stages_without_pool
 from tasks.progress import gib
 from tasks.publish.hub import check_login

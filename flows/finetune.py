@@ -28,7 +28,7 @@ from artifacts.store import Artifact
 from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors, without_secrets
-from configs.settings.recipe import OPTIONAL_STAGES, STAGES, StageName, team_of
+from configs.settings.recipe import DATA_STAGES, OPTIONAL_STAGES, STAGES, StageName, team_of
 from flows import flow_process, task_limits
 from flows.run import Run, check_gate_rules, prepare, stages_until
 from flows.send_stage import run_task
@@ -36,15 +36,17 @@ from tasks.build_or_reuse import REPORT, StageResult, failing
 from tasks.caption.stage import CaptionStage
 from tasks.describe.stage import DescribeStage
 from tasks.download import DownloadStage
+from tasks.download.references import REFERENCES, ReferencesStage
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate.stage import EvaluateStage, compared_metrics
+from tasks.mixture import MixtureStage, show_each
 from tasks.progress import artifact_key, show_in_prefect
 from tasks.publish import stage as publication
 from tasks.publish.register import register, show_candidate, show_version
 from tasks.publish.registry import Registry
 from tasks.retrain.champion import check_rivals_held_out, check_start_is_champion
 from tasks.select.stage import SelectStage
-from tasks.train import TrainStage, check_epochs
+from tasks.train import TrainStage, check_epochs, epoch_samples
 
 log = logging.getLogger("kiln")
 PUBLISHED = "kiln.model.published"
@@ -56,7 +58,7 @@ FORM = "decide/candidate"
 NOT_PUBLISHED = ("rejected", "undecided")  # outcomes of the gate
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
-    stage.name: stage.show
+    stage.name: partial(show_each, stage.show)
     for stage in (
         *(DownloadStage, DescribeStage, SelectStage, CaptionStage, EncodeStage, TrainStage),
         *(EvaluateStage, publication.PublishStage),
@@ -71,9 +73,29 @@ reports: list[dict[str, Any]] = []
 @redacted_errors()
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
-    plan = run.plan()
-    stage = DownloadStage.of(run.recipe, plan, run.store, run.retry_run)
+    run = run.with_drawn_source()
+    if run.sent is not None and run.sent.references:
+        plan = run.planned_rows()
+        stage = run.stage_of_references(plan)
+    else:
+        plan = run.plan()
+        stage = DownloadStage.of(run.recipe, plan, run.store, run.retry_run)
+    assert stage is not None  # the sender's plan has references
     return run.ended(run.build(stage, [plan.artifact]), stage.show)
+
+
+@task(**task_limits.stage_task("references"))
+@redacted_errors()
+def references(run: Run, images: StageResult) -> StageResult:
+    """Fetch, check and resize the references of the pictures, and pair the two."""
+    plan = run.planned_rows()
+    stage = run.stage_of_references(plan)
+    pictures = own = None
+    if stage is not None:
+        downloaded = replace(run, sends_references=True).build(stage, [plan.artifact])
+        pictures, own = downloaded.load(run.store), stage.plan
+    pairs = ReferencesStage(images.load(run.store), plan, pictures, own)
+    return run.ended(run.build(pairs), pairs.show)
 
 
 @task(**task_limits.stage_task("describe"))
@@ -111,15 +133,31 @@ def encode(
     images: StageResult,
     selected: StageResult | None = None,
     captions: StageResult | None = None,
+    paired: StageResult | None = None,
 ) -> StageResult:
     """Encode the chosen pictures and their captions with the base's encoders to latent shards."""
-    before = (images, selected, captions)
+    before = (images, selected, captions, paired)
     pictures, *chosen = run.load(*before)
     compared = None
     if run.champion is not None:
         compared = run.champion.compared_pictures(run.store)
     stage = EncodeStage(run.recipe, pictures, run.base, compared, *chosen)
     return run.ended(run.build(stage, before), stage.show)
+
+
+@task(**task_limits.stage_task("mix"))
+@redacted_errors()
+def mix(run: Run, stage: StageName, *sources: StageResult | None) -> StageResult:
+    """Name the artifacts of the sources of a mixture.
+
+    Args:
+        sources: the stage's result of each source, None of a source without the stage.
+    """
+    named = dict(zip(run.recipe.sources, run.load(*sources), strict=True))
+    if stage == "download":  # an evaluation compares with its pictures
+        named = {name: named[name] for name in run.recipe.learnt}
+    there = {name: artifact for name, artifact in named.items() if artifact is not None}
+    return run.ended(run.build(MixtureStage(stage, there)), SHOWS[stage])
 
 
 @task(**task_limits.stage_task("train"))
@@ -131,7 +169,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
     with failing("train"):
         opened = open_latents(encoded.uri)
         check_gate_rules(run.recipe, opened)
-        check_epochs(run.recipe.train, opened.training)
+        check_epochs(run.recipe.train, epoch_samples(run.recipe, opened))
         is_judged = publication.STAGE in run.stages and run.force is None
         # A retraining has checked it before its download. Weights that are there may be published.
         if is_judged and run.champion is None and run.store.find("train", stage.parts.key) is None:
@@ -359,12 +397,12 @@ TASKS: Tasks = {
     "publish": publish,
 }
 #: Stage -> the stages whose results its task gets, None of a stage that the recipe lacks.
-INPUTS: Mapping[StageName, Sequence[StageName]] = {
+INPUTS: Mapping[StageName, Sequence[str]] = {
     "download": (),
     "describe": ("download",),
     "select": ("download", "describe"),
     "caption": ("download", "select", "describe"),
-    "encode": ("download", "select", "caption"),
+    "encode": ("download", "select", "caption", REFERENCES),
     "train": ("encode",),
     "evaluate": ("download", "encode", "train"),
     "publish": ("download", "encode", "train", "evaluate", *OPTIONAL_STAGES),
@@ -379,11 +417,42 @@ def stages_of(
     Args:
         done: final states of stages that other runs share; their tasks do not run.
     """
-    states: dict[StageName, Any] = {**(done or {})}
+    states: dict[Any, Any] = {**(done or {})}
+    sources: dict[str, dict[str, Any]] = {name: {} for name in run.recipe.sources}
     for stage in run.recipe.stages:
-        if stage not in states:
-            states[stage] = run_task(tasks[stage], run, *map(states.get, INPUTS[stage]))
+        if stage not in states and sources and stage in DATA_STAGES:
+            states[stage] = _mixed(run, tasks, stage, sources)
+        elif stage not in states:
+            states[stage] = _run_stage(run, tasks, stage, states)
         yield states[stage]
+
+
+def _run_stage(run: Run, tasks: Tasks, stage: StageName, states: dict[str, Any]) -> Any:
+    """The final state of a stage; before it encodes, that of the references is added."""
+
+    def named(name: str) -> str | None:
+        return None if run.source is None else f"{name} {run.source}"
+
+    if stage == "encode" and run.recipe.has_references:
+        about = (run, states["download"])
+        states[REFERENCES] = run_task(references, *about, name=named(REFERENCES))
+    before = map(states.get, INPUTS[stage])
+    return run_task(tasks[stage], run, *before, name=named(stage))
+
+
+def _mixed(run: Run, tasks: Tasks, stage: StageName, sources: Mapping[str, dict[str, Any]]) -> Any:
+    """The final state of a stage of a mixture, which is run for one source after another.
+
+    Args:
+        sources: final states of each source's stages; those of this stage are added.
+    """
+    for name, states in sources.items():
+        part = run.of_source(name)
+        if stage in part.recipe.stages:
+            log.info("%s: source %s", stage, name)
+            states[stage] = _run_stage(part, tasks, stage, states)
+    results = (states.get(stage) for states in sources.values())
+    return run_task(mix, run, stage, *results, name=f"mix {stage}")
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:

@@ -17,8 +17,9 @@ from artifacts.errors import retrying
 from artifacts.gc import record_registry
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
-from configs.load_recipe import load_recipe
+from configs.load_recipe import load_retrained
 from configs.secrets import one_line, redacted_errors
+from configs.settings.recipe import Recipe
 from flows import flow_process, task_limits
 from flows.finetune import TASKS, final_state, report_of, stages_of, train
 from flows.run import Run, check_gate_rules, prepare, stages_until
@@ -37,7 +38,13 @@ from tasks.retrain.decision import (
     show_retraining,
     verdict_of,
 )
-from tasks.retrain.selection import Changes, SelectionStage, new_samples, plan_changes
+from tasks.retrain.selection import (
+    Changes,
+    SelectionStage,
+    merged_changes,
+    new_samples,
+    plan_changes,
+)
 
 log = logging.getLogger("kiln")
 LOCK = "retrain-lock.json"  # in the model's folder of the registry
@@ -55,13 +62,13 @@ class Compared(NamedTuple):
 @redacted_errors()
 def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
+    run = run.with_drawn_source()
     with failing("retrain"):
         registry = registry_of(run.recipe)
         champion = find_champion(registry, run.store)
         if champion is not None:  # its registry may have moved since the publication
             record_registry(run.store, registry.store)
-        plan = download_stage.plan(run.recipe, run.begin)
-        _, changes = plan_changes(run.recipe.download, run.store, champion, plan)
+        changes = _changes_of(run, champion)
         decision = DecisionStage(run.recipe, changes, champion, run.model_digests())
         if decision.too_few_rows is None:  # before it is looked for: `kiln gc` keeps what runs need
             run.begin(decision.parts)
@@ -70,11 +77,32 @@ def compare(run: Run) -> Compared:
             log.info("retrain: unchanged: %s", why)
         elif champion is not None:
             continues = run.recipe.retrain.start == "champion"
-            check_held_out(run.recipe, run.store, champion, continues=continues)
+            for part, rival in _beside(run, champion):
+                check_held_out(part, run.store, rival, continues=continues)
             if continues:
                 start = champion.load(run.store, "train", champion.trained)
                 check_start(run.recipe, run.base, start)
     return Compared(champion, changes, why)
+
+
+def _changes_of(run: Run, champion: Champion | None) -> Changes:
+    """What changed since the champion; of a mixture, the sum over its sources, which are told."""
+    changes = {}
+    for name, part in run.recipe.by_source.items():
+        before = champion.of_source(name) if champion and run.recipe.sources else champion
+        plan = download_stage.plan(part, run.begin)
+        _, changes[name] = plan_changes(part.download, run.store, before, plan)
+        if name and champion is not None:
+            log.info("retrain: source %s has %s new rows", name, f"{changes[name].new_rows:,}")
+    return changes[""] if "" in changes else merged_changes(changes)
+
+
+def _beside(run: Run, champion: Champion) -> Iterator[tuple[Recipe, Champion]]:
+    """The recipe of each source beside the champion with its data, where it was trained on it."""
+    for name, part in run.recipe.by_source.items():
+        before = champion.of_source(name) if name else champion
+        if before is not None:
+            yield part, before
 
 
 @task(**task_limits.stage_task("train"))
@@ -133,7 +161,7 @@ def retrain(
     flow_process.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        checked = load_recipe(recipe, task_limits.revealed(overrides))
+        checked = load_retrained(recipe, task_limits.revealed(overrides))
         flow_process.name_run(checked.publish.name)
         run = prepare(checked, run_id=run_id)
         with one_at_a_time(registry_of(run.recipe)):
@@ -169,8 +197,11 @@ def training_task(run: Run) -> Any:
 
 def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:
     def count() -> int:
+        whole = latents.load(run.store)
+        if "sources" in whole.summary:  # it trains on all samples, of new sources too
+            return int(champion.latents != whole.key)
         old = champion.load(run.store, "encode", champion.latents)
-        return new_samples(latents.load(run.store), old)
+        return new_samples(whole, old)
 
     return retrying(count) > 0
 

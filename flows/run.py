@@ -20,9 +20,18 @@ from artifacts.latent_shards import Latents
 from artifacts.models import digest_model, resolve_model
 from artifacts.store import Artifact, KeyParts, Store
 from configs.checks import Check, enter
-from configs.errors import Failed, Refused
+from configs.errors import Failed, Refused, naming_source
 from configs.load_recipe import dump
-from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
+from configs.settings.data import DrawnSource
+from configs.settings.recipe import (
+    DATA_STAGES,
+    PLACED_STAGES,
+    STAGES,
+    PlacedStage,
+    Recipe,
+    StageName,
+    with_defaults_without_effect,
+)
 from flows.run_in_terminal import configured_server, lasting_server
 from flows.send_stage import check_deployments, send_stage
 from runtimes.pipeline_folder.folder import Base
@@ -30,9 +39,17 @@ from tasks import download, train
 from tasks.beam.workers import settings_to_send
 from tasks.build_or_reuse import Before, Builder, Stage, StageResult, storing
 from tasks.describe.describers import specs_of
+from tasks.download.references import (
+    REFERENCES,
+    check_number,
+    plan_references,
+    recipe_of_references,
+)
+from tasks.drawn_source import DrawnStage
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.metrics import metric_names, most_rounds
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
+from tasks.plan.choose_memory import choose_memory
 from tasks.plan.disk import check_disk
 from tasks.preflight import Doors
 from tasks.progress import Progress
@@ -64,6 +81,7 @@ def prepare(
         Refused: the recipe cannot run here.
         Away: a place or a model does not answer now.
     """
+    recipe = choose_memory(recipe)
     stages = stages_until(recipe, until) if only is None else (only,)
     doors = Doors(recipe, stages)
     enter(checks_of(doors, force))
@@ -146,6 +164,7 @@ class Sent:
     key: str  # of its artifact
     before: Mapping[str, str]  # stage -> key of the artifacts that it is built from
     rounds: int = 1  # of an evaluation
+    references: bool = False  # whether a download is that of the references
 
 
 @dataclass(frozen=True)
@@ -163,6 +182,9 @@ class Run(Builder):
     sent: Sent | None = None  # None: it builds all of them, each here or on its work pool
     trials: Sequence[Recipe] = ()  # the trials of a sweep, which differ in `train` alone
     champion: Champion | None = None  # that a retraining starts from
+    whole: Recipe | None = None  # whose mixture has the source of this recipe
+    source: str | None = None  # name of that source
+    sends_references: bool = False  # whether a download that it sends is that of the references
 
     @property
     def model_name(self) -> str:
@@ -177,7 +199,15 @@ class Run(Builder):
     @property
     def facts(self) -> dict[str, Any]:
         """The recipe."""
-        return {"recipe": dump(self.recipe)}
+        return {"recipe": dump(self.whole or self.recipe)}
+
+    def of_source(self, name: str) -> Run:
+        """The run's part that builds the data of one source of the mixture."""
+        recipe = with_defaults_without_effect(self.recipe.of_source(name))
+        stages = [stage for stage in self.stages if stage in DATA_STAGES]
+        champion = self.champion and self.champion.of_source(name)
+        part = replace(self, recipe=recipe, stages=stages, champion=champion)
+        return replace(part, whole=self.recipe, source=name)
 
     @property
     def start(self) -> str | None:
@@ -205,7 +235,9 @@ class Run(Builder):
             # At a later stage the download exists: it must not be tried once more.
             "retry_run": self.retry_run if stage == "download" else None,
             "champion": self.start,
+            "source": self.source,
             "rounds": 1 + len(parts.settings.get("more_rounds", ())),
+            "references": self.sends_references,
         }
         about = (pools[stage], self.model_name, self.store, stage)
         return partial(send_stage, *about, parameters, progress)
@@ -225,8 +257,19 @@ class Run(Builder):
         keys = {stage: [key] for stage, key in before.items()}
         with storing(self.store):
             record_run(self.store, self.id, {**self.facts, "stages": keys})
-        stages = sorted(before, key=("plan", *STAGES).index)
+        stages = sorted(before, key=("plan", REFERENCES, *STAGES).index)
         return [StageResult.of_reused(self.store, stage, before[stage]) for stage in stages]
+
+    def with_drawn_source(self) -> Run:
+        """The run with a folder as its source, of what the base draws; drawn or reused now."""
+        source = self.recipe.source
+        if not isinstance(source, DrawnSource):
+            return self
+        stage = DrawnStage(self.recipe, source, self.base)
+        drawn = self.build(stage)
+        self.ended(drawn, stage.show)
+        folder = stage.folder(drawn.load(self.store))
+        return replace(self, recipe=self.recipe.model_copy(update={"source": folder}))
 
     def plan(self) -> download.DownloadPlan:
         """The shards of the source. Raises Refused.
@@ -234,19 +277,37 @@ class Run(Builder):
         The run records that it needs the plan before it looks. A sent run has its sender's: the
         source may have grown since. A retraining keeps the champion's shards.
         """
-        if self.sent is None:
-            plan = download.plan(self.recipe, self.begin)
-        else:
-            (planned,) = self.results_before()
-            plan = download.planned(self.recipe, planned.load(self.store), self.begin)
-        plan = plan_changes(self.recipe.download, self.store, self.champion, plan)[0]
+        plan = self.planned_rows()
+        most = plan.artifact.summary.get("most_references", 0)
+        with naming_source(self.source or ""):
+            check_number(self.base.family, most, "a picture has")
         if train.STAGE in self.stages and not self.continues:  # that has steps of its own
             for recipe in self.trials or (self.recipe,):
                 train.check_epochs(recipe.train, plan.rows, "rows")
         keys = {shard.key for shard in plan.shards}
         about = (self.recipe, self.store, self.base)
-        check_disk(*about, plan.rows, self.stages, keys, self.trials)
+        references = self.stage_of_references(plan)
+        count = 0 if references is None else references.plan.rows
+        check_disk(*about, plan.rows, self.stages, keys, self.trials, count)
         return plan
+
+    def planned_rows(self) -> download.DownloadPlan:
+        """As `plan`, without the checks of what they need."""
+        if self.sent is None:
+            plan = download.plan(self.recipe, self.begin)
+        else:
+            (planned,) = self.results_before()
+            plan = download.planned(self.recipe, planned.load(self.store), self.begin)
+        return plan_changes(self.recipe.download, self.store, self.champion, plan)[0]
+
+    def stage_of_references(self, plan: download.DownloadPlan) -> download.DownloadStage | None:
+        """The download of the references of a plan's rows; None if they have none."""
+        if not self.recipe.has_references:
+            return None
+        recipe = recipe_of_references(self.recipe)
+        if (own := plan_references(recipe, plan, self.begin)) is None:
+            return None
+        return download.DownloadStage.of(recipe, own, self.store, self.retry_run)
 
     @property
     def rounds(self) -> Iterator[int]:
@@ -282,13 +343,14 @@ class Run(Builder):
         """
         digests = model_digests(self.base) | self.base.family.key_facts
         digests |= self.measuring.digests()
-        if self.recipe.describe is not None:
-            specs = specs_of(self.recipe.describe, self.recipe.download.max_pixels)
-            digests |= {f"describer {name}": spec.digest for name, spec in specs.items()}
-        caption = self.recipe.caption
-        if caption is not None and caption.endpoint is None:
-            folder = resolve_model(caption.model, revision=caption.revision)
-            digests["captioner"] = digest_model(folder)
+        for name, part in self.recipe.by_source.items():
+            if part.describe is not None:
+                specs = specs_of(part.describe, part.download.max_pixels)
+                digests |= {f"describer {n} {name}".rstrip(): s.digest for n, s in specs.items()}
+            caption = part.caption
+            if caption is not None and caption.endpoint is None:
+                folder = resolve_model(caption.model, revision=caption.revision)
+                digests[f"captioner {name}".rstrip()] = digest_model(folder)
         return digests
 
     def passed_look(self, looks: Sequence[Stage]) -> int:

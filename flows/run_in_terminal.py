@@ -179,7 +179,7 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
         yield f"           {shlex.join([kiln, 'reject', *decided, '--reason', 'TEXT'])}"
     if report["status"] != "published":
         return
-    prompts = (own.prompts[0] for own in recipe.evaluate.prompts.values() if own.prompts)
+    prompts = (text for own in recipe.evaluate.prompts.values() for text in own.texts)
     # The name is enough in the default store, for the champion.
     name = report["model"] if place or _other_champion(report) else recipe.publish.name
     words = [kiln, "generate", name, next(prompts, "a prompt")]

@@ -1,78 +1,106 @@
-"""Print the memory, time, storage and cost of a recipe's training on a TPU slice or a GPU.
-
-A machine without a shipped recipe's model prints the plan for a GPU that comes with the recipe.
-"""
+"""Print the memory, time, storage and cost of a recipe's training on a TPU slice or a GPU."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from artifacts.store import Store
 from configs.checks import Check, enter, note
-from configs.errors import Away, Refused
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.data_set import DataSet
-from tasks.plan.gpu import TYPICAL_MFU, Advice, GpuPlan, RecipeMemory, memory_of, plan_for
-from tasks.plan.plan import TrainingPlan, open_configs
+from tasks.plan.gpu import GpuPlan, plan_for
+from tasks.plan.gpu_advice import Advice
+from tasks.plan.plan import TrainingPlan, open_configs, planned_references
 from tasks.plan.tpu import SlicePlan, plan_slice_training
 from tasks.preflight import Doors
 from tasks.progress import bytes_in_words, gib, hours_in_words
 from tasks.publish.promotion_gate import check_prompts
 
 
-def gpu_facts(plan: GpuPlan | StoredPlan, parameters: int, checkpoint_bytes: int) -> dict[str, Any]:
-    """Memory that every plan for a GPU knows.
-
-    Args:
-        parameters: number of trained parameters.
-    """
+def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
+    """What a plan for a GPU has besides the facts of every plan; unknown values are null."""
     peaks = plan.peaks
+    step = plan.step
     return {
         "gpu": plan.gpu.name,
         "gpus": plan.chips,
         "memory_gib": plan.gpu.memory / GIB,
         "usable_gib": plan.gpu.usable / GIB,
+        "tested": plan.gpu.spec is None or plan.gpu.spec.tested,
         "peak_gib": peaks.largest / GIB,
         "training_gib": peaks.training / GIB,
         "samples_gib": peaks.samples / GIB,
         "sampling_gib": peaks.sampling / GIB,
+        "encoding_gib": peaks.encoding / GIB,
         "checkpointing_gib": peaks.checkpoint / GIB,
-        "checkpoint_bytes": checkpoint_bytes,
-        "parameters": parameters,
-    }
-
-
-def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
-    """What a plan for a GPU has besides the facts of every plan; unknown values are null."""
-    step = plan.step
-    return gpu_facts(plan, step.parameters, plan.checkpoint_bytes) | {
-        "training_parts_gib": {name: size / GIB for name, size in plan.peaks.parts.items()},
-        "host_gib": plan.peaks.host / GIB,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "parameters": step.parameters,
+        "training_parts_gib": {name: size / GIB for name, size in peaks.parts.items()},
+        "host_gib": peaks.host / GIB,
         "flops_per_image": step.flops_per_image,
         "recomputed_flops_per_image": step.recomputed_flops_per_image,
         "largest_micro_batch_size": plan.largest_micro_batch,
         "advice": [_advice_facts(plan, advice) for advice in plan.advice],
         "plan_seconds": plan.seconds,
+        **(_facts_of_hosts(plan) if plan.recipe.train.hosts > 1 else {}),
     }
+
+
+def _facts_of_hosts(plan: GpuPlan) -> dict[str, Any]:
+    return {
+        "hosts": plan.recipe.train.hosts,
+        "network_gbits": plan.recipe.plan.network_gbits,
+        "crossing_bytes": plan.crossing.bytes,
+        "crossing_seconds": plan.crossing_seconds,
+        "crossing_share": plan.step_seconds and plan.crossing_seconds / plan.step_seconds,
+        "computing_seconds": plan.computing_seconds,
+        "one_host_seconds": _one_host_seconds(plan),
+    }
+
+
+def _one_host_seconds(plan: GpuPlan) -> float | None:
+    """Seconds per step of the same batch on one host."""
+    return plan.computing_seconds and plan.computing_seconds * plan.recipe.train.hosts
 
 
 def _advice_facts(plan: GpuPlan, advice: Advice) -> dict[str, Any]:
     images = None
-    if plan.step_seconds is not None:
+    if plan.step_seconds is not None and plan.recipe.train.hosts == 1:
         now = plan.recipe.train.global_batch_size / plan.step_seconds
-        images = now / advice.flops_ratio
+        images = now / advice.time_ratio
     return {
         "settings": advice.settings,
+        "options": advice.options,
         "peak_gib": advice.peak / GIB,
+        "host_gib": advice.host / GIB,
         "flops_ratio": advice.flops_ratio,
+        "time_ratio": advice.time_ratio,
+        "hours": _advised_hours(plan, advice),
         "images_per_second": images,
         "notes": list(advice.notes),
     }
+
+
+def _advised_hours(plan: GpuPlan, advice: Advice) -> float | None:
+    """None on several hosts, too: a change of settings may change what crosses."""
+    if plan.hours is None or plan.recipe.train.hosts > 1:
+        return None
+    return plan.hours * advice.time_ratio
+
+
+LISTED = 4  # advices of a table
+
+
+def _references(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The row of the references that a picture has in the planned step, if any."""
+    if planned := planned_references(recipe):
+        height, width = planned[0]
+        yield "reference", f"{len(planned)} per picture, {height} x {width} pixels"
 
 
 def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
@@ -82,18 +110,45 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     yield "recipe", recipe_row(plan.recipe, step.parameters)
     count = "" if plan.chips == 1 else f"{plan.chips} times "
     yield "gpu", f"{count}{gpu_row(plan.gpu)}"
-    micro = settings.micro_batch(settings.processes)
+    micro = settings.micro_batch(settings.world_size)
     yield "batch", f"{settings.global_batch_size} in micro-batches of {micro}"
+    yield from _references(plan.recipe)
     sizes = [(name.replace("_", " "), size) for name, size in plan.peaks.parts.items() if size]
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes)
-    yield from memory_rows(plan, plan.checkpoint_bytes, f": {parts}", plan.peaks.host)
+    yield from memory_rows(plan, parts)
     recomputed = step.recomputed_flops_per_image / 1e12
     more = f", and {recomputed:.4g} of recomputation" if recomputed else ""
     yield "work", f"{step.flops_per_image / 1e12:.4g} TFLOP per image{more}"
+    if settings.hosts > 1:
+        yield from _rows_of_hosts(plan)
     if plan.largest_micro_batch is not None:
         yield "largest", f"train.micro_batch_size {plan.largest_micro_batch} fits"
-    for advice in plan.advice:
-        yield "advice", _advice(advice)
+    for advice in plan.advice[:LISTED]:
+        yield "advice", _advice(plan, advice)
+
+
+def _rows_of_hosts(plan: GpuPlan) -> Iterator[tuple[str, str]]:
+    """What crosses hosts, and how long a step is on one host and on all."""
+    train = plan.recipe.train
+    sent = f"gradients {bytes_in_words(int(plan.crossing.gradients))}"
+    if train.hosts_of_group > 1:
+        sent += f", weights of groups across hosts {bytes_in_words(int(plan.crossing.weights))}"
+    yield (
+        "network",
+        f"each of {train.hosts} hosts sends per step: {sent}; "
+        f"{plan.crossing_seconds:.3g} s at {plan.recipe.plan.network_gbits:g} Gbit/s",
+    )
+    computing = plan.computing_seconds
+    alone = _one_host_seconds(plan)
+    seconds = plan.step_seconds
+    if computing is None or alone is None or seconds is None:
+        return
+    yield (
+        "hosts",
+        f"{computing:.3g} s of computation and {plan.crossing_seconds:.3g} s between hosts "
+        f"({plan.crossing_seconds / seconds:.0%}): {alone / seconds:.3g} times as fast as one "
+        f"host, with {alone:.3g} s per step",
+    )
 
 
 def recipe_row(recipe: Recipe, parameters: int, planned: str = "torch") -> str:
@@ -102,21 +157,23 @@ def recipe_row(recipe: Recipe, parameters: int, planned: str = "torch") -> str:
 
 
 def gpu_row(gpu: Gpu) -> str:
-    return f"{gpu.name}: {gpu.memory / GIB:g} GiB, {gib(gpu.usable, 1)} of it for tensors"
+    text = f"{gpu.name}: {gpu.memory / GIB:g} GiB, {gib(gpu.usable, 1)} of it for tensors"
+    is_tested = gpu.spec is None or gpu.spec.tested
+    return text if is_tested else f"{text}; untested: planned as a CUDA device"
 
 
-def memory_rows(
-    plan: GpuPlan | StoredPlan, checkpoint_bytes: int, parts: str = "", host: int = 0
-) -> Iterator[tuple[str, str]]:
+def memory_rows(plan: GpuPlan, parts: str) -> Iterator[tuple[str, str]]:
     """Rows of the peaks; the last is the verdict."""
     peaks = plan.peaks
-    yield "training", f"{gib(peaks.training)} at the peak{parts}"
+    yield "training", f"{gib(peaks.training)} at the peak: {parts}"
     if peaks.samples:
         yield "samples", f"{gib(peaks.samples)} while training draws samples"
     yield "sampling", f"{gib(peaks.sampling)} in the evaluation"
-    if host:
-        yield "host", f"{gib(host)} of the host's memory for offloaded weights"
-    written = bytes_in_words(checkpoint_bytes)
+    yield "encoding", f"{gib(peaks.encoding)} in the encode stage"
+    if peaks.host:
+        yield "host", f"{gib(peaks.host)} of the host's memory for offloaded and streamed weights"
+        yield "", "a smaller host reads the rest of offloaded ones in each pass, which is slower"
+    written = bytes_in_words(plan.checkpoint_bytes)
     yield "saving", f"{gib(peaks.checkpoint)} while a checkpoint of {written} is written"
     usable = plan.gpu.usable
     spare = usable - peaks.largest
@@ -128,72 +185,13 @@ def verdict(spare: int, *, fits: bool) -> str:
     return f"fits, {gib(spare, 1)} spare" if fits else f"{gib(max(-spare, 0), 1)} too much"
 
 
-def _advice(advice: Advice) -> str:
-    change = advice.flops_ratio - 1
-    words = "equal FLOPs" if abs(change) < 0.005 else f"{change:+.0%} FLOPs"
+def _advice(plan: GpuPlan, advice: Advice) -> str:
+    change = advice.time_ratio - 1
+    words = "equal time" if abs(change) < 0.005 else f"{change:+.0%} time"
+    if (hours := _advised_hours(plan, advice)) is not None:
+        words += f" ({hours_in_words(hours)})"
     notes = "".join(f"; {note}" for note in advice.notes)
     return f"{advice.options}: {gib(advice.peak)}, {words}{notes}"
-
-
-#: Facts of a GPU plan that need the model's configs.
-UNKNOWN = (
-    *("training_parts_gib", "flops_per_image", "recomputed_flops_per_image"),
-    *("largest_micro_batch_size", "advice", "plan_seconds"),
-)
-
-
-@dataclass(frozen=True)
-class StoredPlan:
-    """A recipe's stored plan on a GPU."""
-
-    recipe: Recipe
-    gpu: Gpu
-    peaks: RecipeMemory
-    chips: ClassVar = 1
-    #: What needs the model's configs.
-    step_seconds: ClassVar = None
-    bytes_per_picture: ClassVar = None
-    caption_bytes: ClassVar = None
-    storage_bytes: ClassVar = None
-
-    @property
-    def fits(self) -> bool:
-        return self.peaks.fits(self.gpu.memory)
-
-    @property
-    def hours(self) -> float | None:
-        return None if self.gpu.spec is None else self.peaks.hours(self.gpu.spec)
-
-    @property
-    def cost(self) -> float | None:
-        price = self.recipe.plan.chip_hour_price
-        return None if price is None else self.hours and self.hours * price
-
-    @property
-    def assumption(self) -> str:
-        """The assumption behind `hours`."""
-        return f"at {TYPICAL_MFU:.0%} of the GPU's peak, batches always ready"
-
-    def refusal(self) -> str:
-        """The error of a recipe that does not fit."""
-        return (
-            f"{self.recipe.name} needs {gib(self.peaks.largest, 1)}, {self.gpu.name} has "
-            f"{gib(self.gpu.usable, 1)} for tensors; with the hub's configs, `kiln plan` names "
-            "the settings that fit"
-        )
-
-
-def stored_lines(plan: StoredPlan) -> Iterator[tuple[str, str]]:
-    """Rows of the table, name and text."""
-    yield "recipe", recipe_row(plan.recipe, plan.peaks.parameters)
-    yield "gpu", gpu_row(plan.gpu)
-    yield from memory_rows(plan, plan.peaks.checkpoint_bytes)
-    work = plan.peaks.flops_per_image / 1e12
-    yield "work", f"{work:.4g} TFLOP per image, with recomputation"
-    hours = "unknown"
-    if plan.hours is not None:
-        hours = f"{hours_in_words(plan.hours)} ({plan.assumption})"
-    yield "time", hours if plan.cost is None else f"{hours}, cost {plan.cost:,.0f}"
 
 
 def show_plan(
@@ -231,29 +229,11 @@ def show_plan(
     elif topology is not None:
         raise Refused("--gpu and --topology exclude each other")
     else:
-        try:
-            memory = parse_gpu(gpu)
-            on_gpu = plan_for(recipe, memory, open_configs(recipe.model), _say, search=search)
-        except (Refused, Away) as error:
-            if search:  # a stored plan knows the recipe's own batch
-                raise
-            _show_stored(recipe, parse_gpu(gpu), error, as_json=as_json)
-            return
+        memory = parse_gpu(gpu)
+        on_gpu = plan_for(recipe, memory, open_configs(recipe), _say, search=search)
         show(on_gpu, gpu_plan_facts(on_gpu), lines(on_gpu), as_json=as_json)
         if not on_gpu.fits:
             raise Refused(on_gpu.refusal())
-
-
-def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -> None:
-    """Print the plan that comes with a recipe whose model is not there; raise the error if none."""
-    if (memory := memory_of(recipe)) is None:
-        raise error
-    _say(f"{error}; this is the plan that comes with the recipe")
-    plan = StoredPlan(recipe, gpu, memory)
-    facts = dict.fromkeys(UNKNOWN) | gpu_facts(plan, memory.parameters, memory.checkpoint_bytes)
-    show_rows(facts | shared_facts(plan), stored_lines(plan), as_json=as_json)
-    if not plan.fits:
-        raise Refused(plan.refusal())
 
 
 def _say(text: str) -> None:
@@ -286,7 +266,7 @@ def show_rows(facts: dict[str, Any], rows: Iterable[tuple[str, str]], *, as_json
         print(f"{name:9} {text}")
 
 
-def shared_facts(plan: TrainingPlan | StoredPlan) -> dict[str, Any]:
+def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
     """Facts of a plan on any accelerator; unknown values are null."""
     seconds = plan.step_seconds
     images = plan.recipe.train.global_batch_size
@@ -350,6 +330,7 @@ def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
         f"{batch.global_batch_size} in {batch.micro_batches} micro-batches of {batch.per_chip} "
         f"pictures per chip, fsdp {plan.recipe.train.fsdp}",
     )
+    yield from _references(plan.recipe)
     yield "memory", _memory(plan)
     if plan.measuring_bytes:
         yield "", f"held-out loss and samples: {gib(plan.measuring_bytes)} and activations"
@@ -382,7 +363,7 @@ def _time(plan: TrainingPlan) -> str:
     seconds = plan.step_seconds
     hours = plan.hours
     if seconds is None or hours is None:
-        return "unknown for a size of memory: name a GPU, such as --gpu L4"
+        return "unknown without a listed peak: name another GPU, such as --gpu L4"
     images = plan.recipe.train.global_batch_size
     speed = f"{images / seconds:,.1f} images/s ({plan.assumption})"
     whole = f"{plan.steps:,} steps in {hours_in_words(hours)}"

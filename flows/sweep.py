@@ -105,7 +105,9 @@ def _data_of(run: Run, captioned: Captioned) -> list[Any]:
             return data
     stages = stages_until(run.recipe, "encode")
     states = zip(stages, captioned[0][1], strict=True)
-    shared = {stage: state for stage, state in states if stage not in ("caption", "encode")}
+    # The stages of a mixture's sources are reused from the store.
+    own = run.recipe.stages if run.recipe.sources else ("caption", "encode")
+    shared = {stage: state for stage, state in states if stage not in own}
     data = [*islice(stages_of(run, done=shared), len(stages))]
     captioned.append((run.recipe.caption, data))
     return data

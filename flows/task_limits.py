@@ -42,10 +42,12 @@ class TaskLimits(NamedTuple):
 LIMITS = {
     "compare": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
     "download": TaskLimits(retries=5, wait=15, days=14, tag="network"),
+    "references": TaskLimits(retries=5, wait=15, days=14, tag="network"),
     "describe": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
     "select": TaskLimits(retries=3, wait=10, days=1, tag="selection"),
     "caption": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
     "encode": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
+    "mix": TaskLimits(retries=3, wait=10, days=1, tag="selection"),
     "train": TaskLimits(retries=5, wait=60, days=30, tag=ACCELERATOR),
     "evaluate": TaskLimits(retries=3, wait=30, days=7, tag=ACCELERATOR),
     "publish": TaskLimits(retries=5, wait=10, days=1, tag="registry"),

@@ -50,7 +50,9 @@ def run_stage(
     before: dict[str, str],
     retry_run: str | None = None,
     champion: str | None = None,
+    source: str | None = None,
     rounds: int = 1,
+    references: bool = False,
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Build a stage that another run sent, from the artifacts that it names.
 
@@ -61,7 +63,9 @@ def run_stage(
         before: Stage to key of the artifacts that it is built from.
         retry_run: The run that fetches rows with transient failures again; None: no run does.
         champion: Version of the champion that a retraining starts from.
+        source: Name of the source of a mixture that the recipe is of.
         rounds: Rounds of pictures of an evaluation.
+        references: Whether a download is that of the references.
 
     Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
     was there.
@@ -77,8 +81,8 @@ def run_stage(
 
         def prepared() -> tuple[Run, list[StageResult]]:
             run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
-            sent = Sent(stage, key, before, rounds)
-            start = _champion(run, champion)
+            sent = Sent(stage, key, before, rounds, references)
+            start = _champion(run, champion, source)
             run = replace(run, champion=start, sent=sent, retry_run=retry_run)
             return run, [] if stage == "download" else run.results_before()
 
@@ -92,14 +96,17 @@ def run_stage(
     return report
 
 
-def _champion(run: Run, version: str | None) -> Champion | None:
-    """The champion of a retraining. Raises Failed if the champion is another one by now."""
+def _champion(run: Run, version: str | None, source: str | None) -> Champion | None:
+    """The champion of a retraining, of a mixture with the data of one source.
+
+    Raises Failed if the champion is another one by now.
+    """
     if version is None:
         return None
     champion = find_champion(registry_of(run.recipe), run.store)
     if champion is None or champion.version != version:
         raise Failed(f"retrain: the champion is no longer {version}: run again")
-    return champion
+    return champion if source is None else champion.of_source(source)
 
 
 LOST = "kiln: lost stages"

@@ -8,8 +8,9 @@
 
 Exit codes: 0 success; 2 wrong input; 143 stopped on request, with all steps saved; 1 other errors.
 
-For several processes, this process is rank 0 and starts the others (process/launcher.py), unless
-torchrun, mpirun or msrun has started them all. Rank 0 alone emits events and writes files.
+For several processes, this process is the first of its host and starts the others there
+(process/launcher.py), unless torchrun, mpirun or msrun has started them all. Rank 0 alone emits
+events and writes files; the first process of another host emits its errors and warnings.
 """
 
 from __future__ import annotations
@@ -20,40 +21,27 @@ import logging
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.errors import is_outage, target_of
-from artifacts.models import resolve_model
-from configs.errors import Away, Refused, UserError
+from artifacts.models import resolve_file, resolve_model
+from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.detect_hardware import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process import launcher
+from runtimes.process.errors import fail, report_error, warnings_to
 from runtimes.process.job import Events, Job, TrainJob, read_job
 from runtimes.process.questions import answer
 from runtimes.registry import import_from
 from runtimes.sample.generate_job import generate
 from runtimes.train.training_loop import read_train_settings, train
-
-
-class _ToEvents(logging.Handler):
-    """Sends warnings of the logger `kiln` to the stage as events."""
-
-    def __init__(self, events: Events) -> None:
-        super().__init__(logging.WARNING)
-        self._events = events
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._events.emit("warning", message=record.getMessage())
 
 
 def main(arguments: list[str]) -> int:
@@ -81,36 +69,30 @@ def main(arguments: list[str]) -> int:
         stop.listen()
         prefix = f"process {launcher.Ranks.here().rank}: " if launcher.is_follower() else ""
         logging.basicConfig(format=f"{prefix}%(message)s", level=logging.WARNING)
-        logging.getLogger("kiln").addHandler(_ToEvents(events))
+        warnings_to(events)
         return _run(read_job(Path(arguments[0])), Path(arguments[0]), events, stop)
-    except Refused as error:
-        return _fail(events, str(error), 2, wrong_input=True)
-    except OSError as error:
-        number = error.errno
-        file = target_of(error)
-        return _fail(events, str(error), 1, errno=number, file=file, away=is_outage(error))
-    except UserError as error:
-        return _fail(events, str(error), 1, away=isinstance(error, Away))
     except launcher.LostRank as error:
         return _fail_for(error, events)
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        trace = traceback.format_exc()
-        return _fail(events, message, 1, away=is_outage(error), traceback=trace)
+        return report_error(events, error)
 
 
 def _run(job: Job, path: Path, events: Events, stop: launcher.Stop) -> int:
     job = _with_local_models(job)
     if not isinstance(job, TrainJob):
-        events.emit("result", **generate(job, events))
+        host = launcher.Hosts.here().number if job.hosts > 1 else 0
+        events.emit("result", **generate(job, events, host))
         return 0
     if not launcher.Ranks.here().first:
         done = train(job, events, stop)
         events.emit("result")  # tells the launcher that this process ended normally
     else:
+        started = launcher.launched()
+        hosts = launcher.Hosts() if started else launcher.Hosts.here()
+        count = _processes(job, started, hosts)
         with (
-            only_writer(job.work),
-            launcher.Launcher(path, _processes(job), partial(_give_up, events)),
+            only_writer(job.work, hosts.number),
+            launcher.Launcher(path, count, partial(_give_up, events), hosts),
         ):
             done = train(job, events, stop)
     return 0 if done else launcher.STOPPED
@@ -119,20 +101,34 @@ def _run(job: Job, path: Path, events: Events, stop: launcher.Stop) -> int:
 def _with_local_models(job: Job) -> Job:
     """The job with paths of local copies of its models. Raises Refused, Away."""
     vae = None if job.vae is None else str(resolve_model(job.vae))
-    return replace(job, model=str(resolve_model(job.model)), vae=vae)
+    job = replace(job, model=str(resolve_model(job.model)), vae=vae)
+    if isinstance(job, TrainJob):
+        return job
+    drawings = tuple(
+        replace(
+            drawing,
+            parts={name: str(resolve_model(part)) for name, part in drawing.parts.items()},
+            lora=None if drawing.lora is None else str(resolve_file(drawing.lora)),
+        )
+        for drawing in job.drawings
+    )
+    return replace(job, drawings=drawings)
 
 
-def _processes(job: TrainJob) -> int:
-    """Number of processes for the launcher, this one included. Raises Refused."""
+def _processes(job: TrainJob, started: bool, hosts: launcher.Hosts) -> int:
+    """Number of this host's processes for the launcher, this one included. Raises Refused.
+
+    Args:
+        started: whether all processes run already.
+    """
     settings = read_train_settings(job)
-    started = launcher.launched()
-    count = launcher.Ranks.here().world if started else settings.processes
-    if settings.global_batch_size % count:
+    world = launcher.Ranks.here().world if started else hosts.count * settings.processes
+    if settings.global_batch_size % world:
         raise Refused(
-            f"train.global_batch_size {settings.global_batch_size} cannot be shared by {count} "
+            f"train.global_batch_size {settings.global_batch_size} cannot be shared by {world} "
             "processes: make it a multiple"
         )
-    return 1 if started else count
+    return 1 if started else settings.processes
 
 
 def _give_up(events: Events, lost: launcher.LostRank) -> None:
@@ -145,35 +141,28 @@ def _give_up(events: Events, lost: launcher.LostRank) -> None:
 def _fail_for(lost: launcher.LostRank, events: Events) -> int:
     if lost.code == launcher.STOPPED:  # it received a stop request before its first checkpoint
         return launcher.STOPPED
-    return _fail(events, str(lost), lost.code, **lost.facts)
-
-
-def _fail(events: Events, message: str, code: int, **facts: Any) -> int:
-    """Report an error once and return `code`: rank 0 prints the root cause for all ranks.
-
-    Args:
-        facts: fields of the event, see process/job.py.
-    """
-    unset = {"wrong_input": False, "errno": None, "file": None, "away": False, "traceback": ""}
-    fields = unset | facts
-    events.emit("error", message=message, **fields)
-    if not launcher.is_follower():
-        print(f"{fields['traceback']}error: {message}", file=sys.stderr)
-    return code
+    return fail(events, str(lost), lost.code, **lost.facts)
 
 
 @contextmanager
-def only_writer(work: str) -> Iterator[None]:
+def only_writer(work: str, host: int = 0) -> Iterator[None]:
     """Hold an exclusive lock on a work folder, among the processes of this machine.
 
     A process may outlive its stage while it writes a checkpoint; its successor waits for the lock.
     The kernel releases the lock when the process ends, even after SIGKILL.
+
+    Args:
+        work: URL of the folder.
+        host: number of this host. Hosts of a run write together, perhaps on a shared disk, so each
+            has its own lock.
     """
     fs, root = url_to_fs(work)
+    suffix = f"-{host}" if host else ""
     if isinstance(fs, LocalFileSystem):
-        path = Path(root) / ".lock"
+        path = Path(root) / f".lock{suffix}"
     else:
-        path = Path(tempfile.gettempdir()) / f"kiln-{hashlib.sha256(work.encode()).hexdigest()}"
+        digest = hashlib.sha256(work.encode()).hexdigest()
+        path = Path(tempfile.gettempdir()) / f"kiln-{digest}{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -60,11 +60,14 @@ class BaseRuntime(ABC):
     def profile(self, folder: str) -> AbstractContextManager[None]:
         return self._trace(folder) if self._ranks.first else nullcontext()
 
-    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+    def sample(
+        self, prompts: Sequence[str], sampler: dict[str, Any], controls: Sequence[str] = ()
+    ) -> NDArray[np.uint8]:
         opened = self._open_sampler()
+        followed = {"controls": controls} if controls else {}  # runtime torch alone has them
         try:
             with self.evaluating():
-                return opened.draw(prompts, sampler, first=0)
+                return opened.draw(prompts, sampler, first=0, **followed)
         finally:
             del opened
             gc.collect()  # pipelines refer to themselves, and training needs their memory
@@ -94,9 +97,15 @@ class BaseRuntime(ABC):
     def restore(self, state: SavedState, step: int) -> None:
         self._update.restore(state, step)
 
+    def scalars(self) -> dict[str, float]:
+        return {}
+
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+        return None
+
     def _constants(self) -> State:
         """The group of the network's constants, which full fine-tuning stores too."""
-        constants = self._network.constants() if self._settings.method == "full" else {}
+        constants = self._network.constants() if self._settings.method != "lora" else {}
         return {"constants": constants} if constants else {}
 
     @abstractmethod

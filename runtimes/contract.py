@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from configs.errors import Failed, Refused
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from runtimes.pipeline_folder.folder import Base
     from runtimes.process.job import Drawing, TrainJob
 
@@ -77,12 +79,17 @@ class WeightsLost(Failed):
 UNCAST = ("add_time_ids", "aesthetic_score", "input_ids")
 
 
+#: Arrays [B, ...] that a StepBatch may have, besides the ones it always has.
+OPTIONAL = ("loss_mask", "huber_delta", "is_prior")
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """One rank's share of the batch of one optimizer step, prepared on the host for any runtime.
 
-    The loss of a step is `sum_i weight[i] * mean((prediction_i - target_i)**2) / denominator`,
-    summed over all ranks.
+    The loss of a step is `sum_i weight[i] * mean(mask_i * l(prediction_i - target_i)) /
+    denominator`, summed over all ranks. The mask is 1 and l is the square, unless a setting changes
+    them.
     """
 
     step: int
@@ -92,7 +99,16 @@ class StepBatch:
     weight: NDArray[np.float32]  # [B]
     conditioning: dict[str, NDArray[Any]]  # keyword -> [B, ...], see Family.condition
     denominator: int  # global batch size
+    loss_mask: NDArray[np.float32] | None = None  # [B, h, w], factor of the error; None: 1
+    huber_delta: NDArray[np.float32] | None = None  # [B], of train.loss; None: the squared error
+    #: [B], whether the target is the frozen base's prediction instead; None: of no row.
+    is_prior: NDArray[np.bool_] | None = None
     on_device: Any = None  # the runtime's own copy of the arrays, made by `put`
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether a row's target is the frozen base's prediction."""
+        return self.is_prior is not None and bool(self.is_prior.any())
 
     def micro_batches(self, size: int | None) -> Iterator[tuple[int, int]]:
         """(start, end) of each micro-batch of at most `size` samples; None is the whole batch."""
@@ -223,7 +239,15 @@ class Runtime(Protocol):
             Refused: the state has other names or shapes than this model.
         """
 
-    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+    def scalars(self) -> dict[str, float]:
+        """Numbers of the optimizer's state that belong to no weight, such as Prodigy's `d.0`."""
+
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Restore what `scalars` returned, after `restore`."""
+
+    def sample(
+        self, prompts: Sequence[str], sampler: dict[str, Any], controls: Sequence[str] = ()
+    ) -> NDArray[np.uint8]:
         """Images [N, H, W, 3] uint8 from the current weights (from the EMA, if any).
 
         Must not change one bit of the training state.
@@ -231,6 +255,7 @@ class Runtime(Protocol):
         Args:
             prompts: N prompts.
             sampler: as GenerateJob.sampler.
+            controls: URLs of N control pictures for the ControlNet in training; (): there is none.
         """
 
     def shutdown(self) -> None:
@@ -252,6 +277,14 @@ class PipelineEncoder(Protocol):
     def texts(self, captions: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any] | None]:
         """Prompt embeddings [K, T, D] and pooled ones [K, P] (None if the family has none)."""
 
+    def texts_with_pictures(
+        self, captions: Sequence[str], pictures: Sequence[Sequence[Image]]
+    ) -> list[NDArray[np.float32]]:
+        """Prompt embeddings, K of [T, D], of K captions and the references beside each.
+
+        References are results of `Family.condition_picture`.
+        """
+
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] from the pipeline's n CLIP tokenizers."""
 
@@ -270,8 +303,20 @@ class Pipeline(Protocol):
     def load(self, drawing: Drawing) -> None:
         """Load a model on the device and release the previous one. Raises Refused."""
 
-    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
-        """Images [N, H, W, 3] uint8; image i starts from noise number `first + i`."""
+    def draw(
+        self,
+        prompts: Sequence[str],
+        first: int,
+        references: Sequence[Sequence[str]] = (),
+        controls: Sequence[str] = (),
+    ) -> NDArray[np.uint8]:
+        """Images [N, H, W, 3] uint8; image i starts from noise number `first + i`.
+
+        Args:
+            references: files of each image's references; all images have as many, of the same
+                sizes.
+            controls: URLs of N control pictures, which a model with a ControlNet follows.
+        """
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         """Unweighted mean squared error per sample [B]."""

@@ -108,6 +108,10 @@ def host_memory() -> int:
         return total
 
 
+#: Share of the host's memory that a process may pin for weights.
+PINNED = 0.8
+
+
 #: Folders of the Linux kernel: accelerator devices, and the module of the habanalabs driver.
 HPU_DEVICES = Path("/sys/class/accel")
 HPU_MODULE = Path("/sys/module/habanalabs")

@@ -20,6 +20,7 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime
 from runtimes.detect_hardware import count_hpus, count_npus, hpu_bridge_version
+from runtimes.device_kinds import check_kind, check_name
 from runtimes.families import FAMILIES, family_named
 from runtimes.objective.noise_schedule import SCHEDULERS, TABULATED, drawing_config, is_flow
 from runtimes.pipeline_folder.folder import Base
@@ -43,10 +44,10 @@ class RuntimeSpec:
     denoisers: tuple[str, ...] | None = None  # supported denoiser classes; None: all
     uses_all_devices: bool = False  # whether one process shares batches among all devices
     #: Train setting -> the values that the runtime supports, of those that others support too.
-    supports: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    supports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-_ADAMW = {"optimizer": ("adamw",)}
+_ADAMW = {"optimizer": ("adamw",), "fused_backward": (False,)}
 _WHOLE_BLOCKS = _ADAMW | {"gradient_checkpointing": ("none", "blocks")}
 
 
@@ -193,17 +194,61 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
 
 
 def check_settings(name: str, settings: Train) -> None:
-    """Raise Refused for train settings that the runtime or its device does not support."""
-    if not _needs_subprocess(python := interpreter(name)):
-        import_from(name, "device").check(settings)
-    else:
+    """Raise Refused for train settings that the runtime or its device does not support.
+
+    An NPU is asked in a subprocess: torch_npu would change PyTorch in this one for good.
+    """
+    python = interpreter(name)
+    if _needs_subprocess(python) or settings.device.startswith("npu"):
         _query(python, "--check", name, settings.model_dump_json())
+    else:
+        import_from(name, "device").check(settings)
+
+
+#: Runtime or kind of device -> the values of train.fsdp that it supports, of several processes.
+SHARDS: dict[str, tuple[int | str, ...]] = {"mindspore": (1,), "hpu": (1,), "npu": (1, "all")}
+
+
+def check_elsewhere(name: str, settings: Train) -> None:
+    """Raise Refused for train settings that the runtime lacks on any machine.
+
+    The hosts of a cluster check what only their devices can tell, when training starts.
+    """
+    check_supported(name, settings)
+    check_name(name, settings)
+    kind = settings.device.partition(":")[0]
+    if name == "torch" and kind != "auto":
+        check_kind(settings, kind)
+    if settings.world_size == 1:
+        return
+    shards = "all" if settings.shard_group == settings.world_size else settings.fsdp
+    for where, key in ((f"runtime {name}", name), (f"device {kind}", kind)):
+        values = SHARDS.get(key, (shards,))
+        if shards not in values:
+            lacks = "has no shard groups" if "all" in values else "does not shard weights"
+            remedy = f"set {' or '.join(map(str, values))}"
+            words = (
+                f"{settings.fsdp}: {where} {lacks}, neither on one host nor on several: {remedy}"
+            )
+            raise Refused(words, setting="train.fsdp")
+    if name == "torch" and settings.world_size % settings.shard_group:
+        words = f"{settings.fsdp} does not divide the {settings.world_size} processes of all hosts"
+        raise Refused(words, setting="train.fsdp")
 
 
 def check_supported(name: str, settings: Train) -> None:
     """Raise Refused for a value of a train setting that the runtime supports on no device."""
     if settings.compute_dtype == "float16" and name != "mindspore":  # which has a loss scale
         raise Refused("fp16 is for runtime mindspore: set bf16", setting="train.mixed_precision")
+    if name == "xla" and settings.processes > 1:
+        raise Refused(
+            "train.processes is not for runtime xla: one process uses all devices of a host, and "
+            "train.fsdp sets how many share each array"
+        )
+    changes_lora = settings.method == "lora" and (settings.lora.dora or settings.lora.dropout)
+    if name == "mindspore" and changes_lora:
+        words = f"dora and dropout are not for runtime {name}: leave them out"
+        raise Refused(words, setting="train.lora")
     for setting, values in spec_of(name).supports.items():
         if (value := getattr(settings, setting)) not in values:
             words = f"{value} is not for runtime {name}: set {values[-1]}"

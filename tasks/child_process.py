@@ -115,25 +115,21 @@ class ChildOutput:
     def events(self, lines: Iterable[str]) -> None:
         """Read lines that are events; an incomplete line of a killed process is ignored."""
         for line in lines:
-            self._event(line)
+            try:
+                event = json.loads(line)
+                event["event"]  # raises for other JSON
+            except (ValueError, TypeError, KeyError):
+                continue
+            self.take(event)
 
     def log(self, lines: Iterable[str] | None) -> None:
         """Read lines of the log."""
         for line in lines or ():
-            self._say(line)
+            self.say(line)
 
-    def mixed(self, lines: Iterable[str] | None) -> None:
-        """Read lines of both kinds."""
-        for line in lines or ():
-            if not self._event(line):
-                self._say(line)
-
-    def _event(self, line: str) -> bool:
-        try:
-            event = json.loads(line)
-            kind = event["event"]
-        except (ValueError, TypeError, KeyError):
-            return False
+    def take(self, event: Event) -> None:
+        """Pass on one event."""
+        kind = event["event"]
         self.last_events[kind] = event
         if kind == "warning":
             log.warning("%s", event["message"])
@@ -141,9 +137,9 @@ class ChildOutput:
             self._on_event(event)
         except Exception:  # the pipe must be drained even if the display fails
             log.exception("an event could not be displayed")
-        return True
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Keep one line of the log."""
         if text := line.rstrip():
             self.last_lines.append(text)
             log.debug("%s", text)
@@ -186,7 +182,7 @@ def wait_for_result(
     if code == 0 and "result" in output.last_events:
         return output.last_events["result"]
     check_held(ask=True)  # the process may have found it first
-    raise _failure(code, output.last_events.get("error", {}), list(output.last_lines))
+    raise failure(code, output.last_events.get("error", {}), list(output.last_lines))
 
 
 def _wait(child: subprocess.Popen[str]) -> int:
@@ -197,7 +193,8 @@ def _wait(child: subprocess.Popen[str]) -> int:
         check_held()
 
 
-def _failure(code: int, error: Event, lines: list[str]) -> Exception:
+def failure(code: int, error: Event, lines: list[str]) -> Exception:
+    """The error of a job by its exit code, its `error` event and the last lines of its log."""
     message = error.get("message")
     if error.get("wrong_input"):
         return Refused(message)

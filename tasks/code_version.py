@@ -48,6 +48,18 @@ def versions(runtime: str = "torch") -> dict[str, str]:
     return ours | {f"{name} ({runtime})": version for name, version in theirs.items()}
 
 
+def versions_of_shards(runtime: str) -> dict[str, str]:
+    """Package -> version in the interpreter of a runtime, and `Kilnworks`, wherever it is asked.
+
+    A version's local part is left out: builds for several chips (2.9.0+cu128) are one version.
+    Raises Refused if the runtime is not installed.
+    """
+    packages = (*SHARD_PACKAGES, *spec_of(runtime).needs)
+    found = package_versions(interpreter(runtime), packages)
+    public = {name: version.partition("+")[0] for name, version in found.items()}
+    return {"Kilnworks": CODE, **public}
+
+
 def code_digest(root: Path = CHECKOUT) -> str:
     """Digest of our modules; an editor's files, such as the dangling link `.#a.py`, are none."""
     paths = (path for name in FOLDERS for path in (root / name).rglob("*.py"))

@@ -1,7 +1,7 @@
 """What became of the pictures, for people: counts by reason, histograms, and examples.
 
-The page has at most PICTURES small pictures, from at most SHARDS image shards: its size does not
-depend on that of the data set. Captions are escaped where panels are rendered.
+The page has at most PICTURES small pictures and their references, from at most SHARDS image shards:
+its size does not depend on that of the data set. Captions are escaped where panels are rendered.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
+from itertools import chain
 from typing import Any, NamedTuple
 
 import duckdb
@@ -18,16 +19,18 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from artifacts.image_shards import read_tar
+from artifacts.image_shards import Sample, read_tar
 from artifacts.store import Artifact
 from configs.settings.recipe import Recipe
 from tasks.data_set import IMAGES, DataSet, Encoded, numbers
 from tasks.download.listed import SIZES
 from tasks.download.rows import literal
+from tasks.encode.crop_to_bucket import Size, area_mean, decode, transform
 from tasks.encode.near_duplicates import SUFFIX, mirror_parts
 from tasks.encode.near_duplicates import THUMBNAIL as THUMBNAIL_ROW
 from tasks.panels import Chart, Gallery, Panel, Table, human, render_html
 from tasks.panels_charts import histogram_chart
+from tasks.reference_examples import reference_examples
 from tasks.select.selection import read_selection
 from tasks.sql_condition import Threshold, quoted
 
@@ -35,6 +38,8 @@ PICTURES = 200
 SHARDS = 24
 FEW_SHARDS = 4  # in Prefect's UI
 THUMBNAIL = 128  # pixels of the longer side
+HIDDEN = (220, 20, 60)  # the colour of what a mask hides from the loss
+TINT = 0.7  # its share there
 ROW = 8  # pictures of a gallery
 GROUPS = 6  # of duplicates, and buckets
 LONGEST = 160  # characters of a caption
@@ -49,6 +54,7 @@ class Entry(NamedTuple):
     tar: str
     row: int
     text: str
+    bucket: Size | None = None  # pixels, to show it as it is trained on; None: whole
 
 
 class Examples:
@@ -65,29 +71,39 @@ class Examples:
             self.left -= len(chosen)
 
     def panels(self, data: DataSet) -> Iterator[Panel]:
-        entries = {entry[:2] for chosen in self.galleries.values() for entry in chosen}
+        entries = [*chain.from_iterable(self.galleries.values())]
         thumbnails = read_thumbnails(data, entries)
+        references = reference_examples(data, {(e.tar, e.row) for e in entries}, _small)
         for title, chosen in self.galleries.items():
-            pictures = [(thumbnails[e[:2]], e.text) for e in chosen if e[:2] in thumbnails]
+            pictures: list[tuple[bytes, str]] = []
+            for entry in chosen:
+                shown = thumbnails.get((entry.tar, entry.row, entry.bucket))
+                if shown is not None:
+                    pictures.append((shown, entry.text))
+                    own = references.get((entry.tar, entry.row), ())
+                    pictures += [(data, f"its reference {n}") for n, data in enumerate(own, 1)]
             if pictures:
                 yield Gallery(title, pictures)
 
 
 def read_thumbnails(
-    data: DataSet, entries: Iterable[tuple[str, int]]
-) -> dict[tuple[str, int], bytes]:
-    """(tar, row) -> a small WebP. Raises Damaged if a tar that is read to its end is."""
-    wanted = defaultdict[str, set[int]](set)
-    for tar, row in entries:
-        wanted[tar].add(row)
+    data: DataSet, entries: Iterable[Entry]
+) -> dict[tuple[str, int, Size | None], bytes]:
+    """(tar, row, bucket) -> a small WebP. Raises Damaged if a tar that is read to its end is."""
+    wanted = defaultdict[str, dict[int, set[Size | None]]](lambda: defaultdict(set))
+    for entry in entries:
+        wanted[entry.tar][entry.row].add(entry.bucket)
     images = data.artifacts[IMAGES]
-    found: dict[tuple[str, int], bytes] = {}
-    for entry in images.files:
-        rows = wanted.get(entry.sha256, set()) if entry.path.endswith(".tar") else set()
+    found: dict[tuple[str, int, Size | None], bytes] = {}
+    for file in images.files:
+        rows = wanted.get(file.sha256, {}) if file.path.endswith(".tar") else {}
         last = max(rows, default=-1)
-        for row, sample in enumerate(read_tar(images.url(entry.path)) if rows else ()):
-            if row in rows:
-                found[entry.sha256, row] = _small(sample.image)
+        for row, sample in enumerate(read_tar(images.url(file.path)) if rows else ()):
+            for bucket in rows.get(row, ()):
+                if bucket is None:
+                    found[file.sha256, row, bucket] = _small(sample.image)
+                else:
+                    found[file.sha256, row, bucket] = _as_trained_on(data, sample, bucket)
             if row == last:
                 break
     return found
@@ -96,19 +112,44 @@ def read_thumbnails(
 def _small(data: bytes) -> bytes:
     with Image.open(BytesIO(data)) as picture:
         picture.draft("RGB", (THUMBNAIL, THUMBNAIL))
-        small = picture.convert("RGB")
-    small.thumbnail((THUMBNAIL, THUMBNAIL))
-    small.save(buffer := BytesIO(), "WEBP", quality=70)
+        return _webp(picture.convert("RGB"))
+
+
+def _webp(picture: Image.Image) -> bytes:
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(buffer := BytesIO(), "WEBP", quality=70)
     return buffer.getvalue()
 
 
-def counts(recipe_stages: Sequence[str], data: DataSet) -> dict[str, dict[str, int] | None]:
-    """Stage -> reason -> number of pictures, of the stages up to `encode`; None: not built."""
+def _as_trained_on(data: DataSet, sample: Sample, bucket: Size) -> bytes:
+    """The cropped picture; what its mask hides from the loss is red, latent by latent."""
+    settings = data.transform
+    mask = None if sample.mask is None else Image.open(BytesIO(sample.mask))
+    image = decode(sample.image, settings.max_pixels)
+    seen = transform(image, sample.source_sha256, sample.meta, settings, [bucket], mask)[0]
+    pixels = (seen.pixels.transpose(1, 2, 0) + 1) * 127.5
+    if seen.mask is not None:
+        scale = data.pixels_per_latent
+        latents = area_mean(seen.mask, (bucket[0] // scale, bucket[1] // scale))
+        shown = np.kron(latents / 255, np.ones((scale, scale)))[..., None]
+        pixels *= shown + (1 - shown) * (1 - TINT)
+        pixels += (1 - shown) * TINT * np.array(HIDDEN)
+    return _webp(Image.fromarray(pixels.round().astype(np.uint8)))
+
+
+def counts(recipe: Recipe, data: DataSet) -> dict[str, dict[str, int] | None]:
+    """Stage -> reason -> number of pictures, of the stages up to `encode`; None: not built.
+
+    Of a mixture, `STAGE SOURCE` -> those of the source.
+    """
     found: dict[str, dict[str, int] | None] = {}
-    stages = recipe_stages[: recipe_stages.index("encode") + 1]
-    for stage in stages:
-        artifact = data.artifacts.get(stage)
-        found[stage] = None if artifact is None else COUNTS[stage](artifact.summary)
+    parts = recipe.by_source
+    for name, own in data.by_source.items():
+        stages = parts.get(name, recipe).stages
+        for stage in stages[: stages.index("encode") + 1]:
+            artifact = own.artifacts.get(stage)
+            of_stage = None if artifact is None else COUNTS[stage](artifact.summary)
+            found[f"{stage} {name}".strip()] = of_stage
     return found
 
 
@@ -167,8 +208,11 @@ def write_page(recipe: Recipe, name: str, data: DataSet) -> str:
     Args:
         name: the recipe, as commands name it.
     """
-    rows = count_rows(counts(recipe.stages, data), name)
-    sections = {"Counts": [Table("Pictures by stage", rows)], **_sections([*panels_of(data)])}
+    rows = count_rows(counts(recipe, data), name)
+    sections: dict[str, list[Panel]] = {"Counts": [Table("Pictures by stage", rows)]}
+    for source, own in data.by_source.items():
+        for title, panels in _sections([*panels_of(own)]).items():
+            sections[f"{source}: {title}" if source else title] = panels
     return render_html("data_page.html.jinja", name=recipe.name, sections=sections)
 
 
@@ -181,7 +225,9 @@ def count_rows(by_stage: Mapping[str, Mapping[str, int] | None], name: str) -> l
     rows: list[dict[str, Any]] = []
     for stage, by_reason in by_stage.items():
         if by_reason is None:
-            rows.append({"stage": stage, "pictures": "not built", "what": missing(name, stage)})
+            rows.append(
+                {"stage": stage, "pictures": "not built", "what": missing(name, stage.split()[0])}
+            )
         for why, number in (by_reason or {}).items():
             rows.append({"stage": stage, "pictures": number, "what": why})
     return rows
@@ -392,11 +438,17 @@ def _by_bucket(
     if not buckets:
         examples.add("Some of the kept pictures", _entries(db, data, "kept", "id", scores, 4 * ROW))
     largest = sorted(buckets, key=lambda bucket: -len(buckets[bucket]))
+    has_masks = bool(encoded) and "masked" in data.artifacts["encode"].summary
     for bucket in largest[:GROUPS]:
         ids = pa.table({"id": pa.array(sorted(buckets[bucket])[: 4 * ROW], pa.binary())})
         db.register("of_bucket", ids)
         entries = _entries(db, data, "kept and id in (from of_bucket)", "id", scores, 2 * ROW)
-        examples.add(f"Trained on, bucket {bucket} (height x width)", entries)
+        title = f"Trained on, bucket {bucket} (height x width)"
+        if has_masks:
+            height, width = map(int, bucket.split(" x "))
+            entries = [entry._replace(bucket=(height, width)) for entry in entries]
+            title += "; masks hide what is red from the loss"
+        examples.add(title, entries)
 
 
 def _across_split(

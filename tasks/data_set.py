@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -18,12 +18,21 @@ import duckdb
 import pyarrow as pa
 
 from artifacts.gc import runs
-from artifacts.latent_shards import INFO, NOT_SELECTED, LeftOut, read_ids, read_left_out
+from artifacts.latent_shards import (
+    BAD_REFERENCE,
+    INFO,
+    NOT_SELECTED,
+    LeftOut,
+    read_ids,
+    read_left_out,
+)
 from artifacts.store import Artifact, Store
 from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
 from tasks.describe.tables import described
 from tasks.download.listed import listed
+from tasks.encode.crop_to_bucket import TransformSettings
 from tasks.panels import human
+from tasks.pictures import sources_of
 from tasks.select.selection import read_selection
 from tasks.sql_condition import Threshold, is_number, quoted, thresholds_of
 
@@ -70,7 +79,7 @@ class DataSet:
             made: dict[str, Artifact] = {}
             for stage, key in run.keys:
                 artifact = store.load(stage, key) if stage in STAGES else None
-                if artifact is not None and not _is_older(artifact, made.get(stage)):
+                if artifact is not None and _is_newer(artifact, made.get(stage)):
                     made[stage] = artifact
             images = found.get(IMAGES, made.get(IMAGES))
             fitting = {
@@ -90,6 +99,15 @@ class DataSet:
             if loaded is not None:
                 found = {**cls.before(loaded).artifacts, **found}
         return cls(found)
+
+    @property
+    def by_source(self) -> dict[str, DataSet]:
+        """Name -> data of each source of a mixture; without one, "" -> this."""
+        for stage in reversed(STAGES[1:-1]):
+            artifact = self.artifacts.get(stage)
+            if artifact is not None and "sources" in artifact.summary:
+                return {name: self.before(part) for name, part in sources_of(artifact).items()}
+        return {"": self}
 
     @property
     def thresholds(self) -> list[Threshold]:
@@ -225,6 +243,13 @@ class DataSet:
         return Rule.read(self.artifacts["caption"])
 
     @cached_property
+    def transform(self) -> TransformSettings:
+        """The settings by which pictures were cropped."""
+        settings = self.artifacts["encode"].manifest["settings"]
+        names = {field.name for field in fields(TransformSettings)}
+        return TransformSettings(**{n: value for n, value in settings.items() if n in names})
+
+    @cached_property
     def pixels_per_latent(self) -> int:
         """The scale of the VAE."""
         return int(json.loads(self.artifacts["encode"].read(INFO))["vae_scale_factor"])
@@ -240,7 +265,8 @@ def column_facts(data: DataSet, columns: Sequence[str], holdout: float) -> list[
     groups = (group for shard in data.left_out.values() for group in shard.values())
     copies = {sha256 for rows in groups for sha256 in rows.values()}
     with data.opened() as db:
-        ids = pa.array([bytes.fromhex(sha256) for sha256 in copies - {NOT_SELECTED}], pa.binary())
+        hex_ids = copies - {NOT_SELECTED, BAD_REFERENCE}
+        ids = pa.array([bytes.fromhex(sha256) for sha256 in hex_ids], pa.binary())
         db.register("copies", pa.table({"id": ids}))
         place = "('0x' || left(hex(id), 16))::ubigint / 2.0 ** 64"
         db.execute(
@@ -284,9 +310,12 @@ def _images_of(artifact: Artifact) -> str | None:
     return inputs.get("images")
 
 
-def _is_older(artifact: Artifact, other: Artifact | None) -> bool:
-    made = [a.manifest["run"]["created"] for a in (artifact, other) if a is not None]
-    return len(made) == 2 and made[0] < made[1]
+def _is_newer(artifact: Artifact, other: Artifact | None) -> bool:
+    """Whether an artifact of a run is newer; a mixture is newer than its sources."""
+    if other is None:
+        return True
+    made = [("sources" in a.summary, a.manifest["run"]["created"]) for a in (artifact, other)]
+    return made[0] >= made[1]
 
 
 def _named(db: duckdb.DuckDBPyConnection, name: str, rows: duckdb.DuckDBPyRelation) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from artifacts.models import check_model_available, local_model, resolve_model
+from artifacts.records import digest_json
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
@@ -20,14 +22,19 @@ from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
 from configs.settings.recipe import NAME, team_of
 from runtimes import registry as runtimes_registry
+from runtimes.families import all_families
 from runtimes.objective.noise_schedule import TABULATED, drawing_config, read_scheduler_config
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import GenerateJob
-from runtimes.sample.sampling_inputs import check_size
+from runtimes.sample.control_pictures import read_controls, sha256_of
+from runtimes.sample.reference_pictures import read_picture
+from runtimes.sample.sampling_inputs import check_size, size_step
 from tasks.build_or_reuse import RECIPE, Stage
 from tasks.child_process import run_job
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import cut_facts, tell_cut_prompts
 from tasks.evaluate.draw import EvalModel, RunJob, progress_callback, sampler_settings, scratch
+from tasks.evaluate.edits import PictureFile, local_file
 from tasks.evaluate.metrics import read_prompts
 from tasks.evaluate.published import find_parts, is_complete_here, load_published_model
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
@@ -40,6 +47,7 @@ VERSION = 2
 LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
 SCORES = ("aesthetic_score", "negative_aesthetic_score")
+REFERENCE_PIXELS = 1024 * 1024  # of models without a recipe: the default of encode
 SHOWN = 20  # pictures in the report
 
 
@@ -82,6 +90,7 @@ def check_here(settings: Generate) -> None:
     A model in a local folder is checked as by `check`; of any other, that the hub has it.
     """
     with_prompts(settings)
+    check_reference_files(settings)
     place = locate(settings)
     folder = local_model(place)
     if folder is None:
@@ -105,6 +114,10 @@ def with_sampler(settings: Generate, model: EvalModel) -> Generate:
     required = set(values)
     names = values.keys() | Sampling.model_fields
     evaluated = {name: value for name, value in model.evaluated.items() if name in names}
+    if settings.references:
+        values["reference_pixels"] = model.encoded.get("reference_pixels", REFERENCE_PIXELS)
+        values["reference_step"] = model.encoded.get("bucket_step", size_step(model.base))
+        required |= {"reference_pixels", "reference_step"}
     for chosen in (evaluated, settings.model_dump(exclude_unset=True)):
         values |= {n: v for n, v in chosen.items() if n not in required or v is not None}
     try:
@@ -150,7 +163,57 @@ def check(settings: Generate, model: EvalModel) -> None:
         raise Refused(f"negative_prompt: it has no effect without guidance: {remedy}")
     if settings.ddim_eta and runtimes_registry.spec_of(settings.runtime).schedulers == TABULATED:
         raise Refused(f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0")
-    check_size({"height": settings.height, "width": settings.width}, base)
+    sizes = {"height": settings.height, "width": settings.width}
+    if settings.references:
+        sizes["reference_step"] = settings.reference_step
+        check_references(settings, base)
+    _check_control(settings, model)
+    check_size(sizes, base)
+
+
+def check_references(settings: Generate, base: Base) -> None:
+    """Raise Refused for references that the model does not read, and for files without picture."""
+    family = base.family
+    count = len(settings.references)
+    if not family.max_references:
+        readers = [each.name for each in all_families().values() if each.max_references]
+        raise Refused(
+            f"a model of family {family.name} reads no references: leave them out, or draw with "
+            f"one of {', '.join(readers)}",
+            setting="references",
+        )
+    if count > family.max_references:
+        most = family.max_references
+        raise Refused(
+            f"a model of family {family.name} reads at most {most}, not {count}",
+            setting="references",
+            remedy=f"give {most} of them" if most > 1 else "give one",
+        )
+    check_reference_files(settings)
+
+
+def check_reference_files(settings: Generate) -> None:
+    """Raise Refused for a reference that is no picture."""
+    for path in settings.references:
+        read_picture(path)
+
+
+def _check_control(settings: Generate, model: EvalModel) -> None:
+    """Raise Refused for control pictures without a ControlNet, or one without control pictures."""
+    has_network = "controlnet" in model.weights.parts
+    given = len(settings.control)
+    if has_network and not given:
+        raise Refused("control: this model is a ControlNet: give a control picture, --control FILE")
+    if given and not has_network:
+        raise Refused("control: this model is no ControlNet: leave it out")
+    if has_network and settings.runtime != "torch":
+        raise Refused(f"a ControlNet requires runtime torch, not {settings.runtime}")
+    if given not in (0, 1, len(settings.prompts)):
+        raise Refused(
+            f"control: {given} files for {len(settings.prompts)} prompts: give one, or as many"
+        )
+    for file in settings.control:
+        read_controls([file], (8, 8))
 
 
 def with_prompts(settings: Generate) -> Generate:
@@ -177,10 +240,19 @@ class GenerateStage(Stage):
         """The settings that affect a picture; the model's content has its own digest."""
         return self.options.key_settings()
 
+    @cached_property
+    def references(self) -> list[PictureFile]:
+        """The references as local files; those at URLs are fetched."""
+        return [local_file(place, "references") for place in self.options.references]
+
     @property
     def inputs(self) -> dict[str, str]:
-        """The model."""
-        return {"model": self.model.digest}
+        """The model and, if there are any, the references and control pictures."""
+        model = {"model": self.model.digest}
+        files = [file.sha256 for file in self.references]
+        model |= {"references": digest_json(files)} if files else {}
+        controls = [sha256_of(file) for file in self.options.control]
+        return model | ({"control": digest_json(controls)} if controls else {})
 
     def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Write `samples/00000.png`, ... and their index `pictures.json` into the draft."""
@@ -188,10 +260,14 @@ class GenerateStage(Stage):
         # In each round, all samples of a prompt are consecutive.
         samples = range(options.num_images_per_prompt)
         prompts = tuple(prompt for prompt in options.prompts for _ in samples) * options.num_rounds
+        controls = options.control
+        if len(controls) == 1:
+            controls *= len(options.prompts)
+        controls = tuple(file for file in controls for _ in samples) * options.num_rounds
         negative = filter(None, [options.negative_prompt])
         cuts = tell_cut_prompts(STAGE, self.model.base, (*prompts, *negative))
         with scratch(draft) as folder:
-            job = self._job(prompts, folder, draft.store.compiled_url)
+            job = replace(self._job(prompts, folder, draft.store.compiled_url), controls=controls)
             result = self.run(job, progress_callback(progress))
             for number in range(len(prompts)):
                 draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
@@ -217,6 +293,12 @@ class GenerateStage(Stage):
         listed = {"ddim_eta", "dtype", "runtime", "num_images_per_prompt", "fixed_noise"}
         words = dict(sorted((sampler | options.model_dump(mode="json", include=listed)).items()))
         sampler |= {"eta": options.ddim_eta, "batch_size": options.num_images_per_prompt}
+        more: dict[str, Any] = {}
+        if options.references:
+            paths = tuple(file.path for file in self.references)
+            more |= {"references": (paths,) * len(prompts)}
+            more |= options.model_dump(include={"reference_pixels", "reference_step"})
+            words |= {"references": [file.sha256 for file in self.references]}
         return GenerateJob(
             runtime=options.runtime,
             **self.model.base.job_fields,
@@ -229,6 +311,7 @@ class GenerateStage(Stage):
             compiled=compiled,
             fixed_noise=options.fixed_noise,
             words={**words, "model": self.model.digest},
+            **more,
         )
 
     @staticmethod

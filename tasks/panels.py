@@ -129,18 +129,22 @@ class Comparison:
     models: Sequence[str]
     prompts: Sequence[tuple[str, Sequence[bytes]]]  # (prompt, a PNG per model)
     grid: bytes  # PNG
+    beside: Sequence[Sequence[tuple[str, bytes]]] = ()  # (label, PNG) beside those of each prompt
 
     @property
     def figures(self) -> list[dict[str, Any]]:
-        """Prompt, data URIs and width in pixels."""
-        limit = LARGE_SUM // max(1, len(self.prompts) * len(self.models))
+        """Prompt, data URIs, width in pixels, and (label, data URI) of what is beside."""
+        pictures = len(self.prompts) * len(self.models) + sum(map(len, self.beside))
+        limit = LARGE_SUM // max(1, pictures)
+        beside = self.beside or [()] * len(self.prompts)
         return [
             {
                 "prompt": prompt,
                 "uris": [data_uri(png, limit) for png in pngs],
                 "width": Image.open(BytesIO(pngs[0])).width,
+                "beside": [(label, data_uri(png, limit)) for label, png in pictured],
             }
-            for prompt, pngs in self.prompts
+            for (prompt, pngs), pictured in zip(self.prompts, beside, strict=True)
         ]
 
     def small_uri(self) -> str:

@@ -100,7 +100,7 @@ class _Axes:
             height = self.bottom - (self.bottom - self.top) * part / 4
             value = self.low + (self.high - self.low) * part / 4
             drawing.line([(self.left, height), (self.right, height)], LINE, 1)
-            drawing.text(self.left - 8, height + 4, f"{value:.3g}", f"fill: {MUTED}", "end")
+            drawing.text(self.left - 8, height + 4, _tick(value), f"fill: {MUTED}", "end")
         count = len(self.steps) - 1
         ticks = sorted({self.steps[round(part * count / 4)] for part in range(5)})
         for step in ticks:
@@ -108,6 +108,13 @@ class _Axes:
             drawing.text(self.x(step), self.bottom + 18, human(step), f"fill: {MUTED}", anchor)
         middle = (self.left + self.right) / 2
         drawing.text(middle, self.bottom + 34, self.unit, f"fill: {MUTED}", "middle")
+
+
+def _tick(value: float) -> str:
+    """A value beside an axis, in seven characters."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:,.4g} M"
+    return human(value) if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) -> str:
@@ -157,15 +164,15 @@ def _band(drawing: _Drawing, lows: Points, losses: Points, highs: Points) -> Non
 
 
 def trials_chart(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """A curve per trial of a sweep, and a legend below.
+    """A curve per trial of a sweep or source of a mixture, and a legend below.
 
     Args:
-        curves: label -> (step, loss) pairs, the best trial first.
+        curves: label -> (step, loss) pairs; the first is drawn widest.
     """
     curves = {label: [p for p in pairs if math.isfinite(p[1])] for label, pairs in curves.items()}
     curves = {label: pairs for label, pairs in curves.items() if pairs}
     alt = "; ".join(f"{label}: {human(pairs[-1][1])}" for label, pairs in curves.items())
-    drawing = _Drawing(306 + 20 * len(curves), f"Loss at the end of each trial: {alt or 'none'}")
+    drawing = _Drawing(306 + 20 * len(curves), f"Loss at the end of each curve: {alt or 'none'}")
     if not curves:
         return str(drawing)
     steps = sorted({step for pairs in curves.values() for step, _ in pairs})

@@ -7,7 +7,7 @@ shards through `Pictures` alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from io import BytesIO
 from typing import Any
@@ -124,10 +124,24 @@ class Pictures:
     images: Artifact
     selected: Artifact | None = None
     captions: Artifact | None = None
+    #: Name -> those of each source of a mixture, whose `images` names their images.
+    sources: Mapping[str, Pictures] = field(default_factory=dict)
+
+    @property
+    def by_source(self) -> Mapping[str, Pictures]:
+        """Name -> pictures of each source; without a mixture, "" -> these."""
+        return self.sources or {"": self}
 
     @classmethod
     def of(cls, latents: Artifact, images: Artifact) -> Pictures:
-        """The pictures of an images artifact that latents are of. Raises Failed."""
+        """The pictures of an images artifact that latents are of. Raises Failed.
+
+        Of a mixture, those of the sources that the images are of.
+        """
+        if "sources" in images.summary:
+            encoded = sources_of(latents)
+            of_source = {n: cls.of(encoded[n], some) for n, some in sources_of(images).items()}
+            return cls(images, sources=of_source)
         at = latents.manifest["run"].get("parents", {}).get("selected")
         if at is None:
             return cls(images)
@@ -139,6 +153,8 @@ class Pictures:
     @cached_property
     def shards(self) -> list[PictureShard]:
         """Those of each tar, in the order of their paths; tars without any are left out."""
+        if self.sources:
+            return [shard for pictures in self.sources.values() for shard in pictures.shards]
         shards = []
         tables = self._tables
         for entry in sorted(self.images.files, key=lambda entry: entry.path):
@@ -159,7 +175,7 @@ class Pictures:
     @cached_property
     def digest(self) -> str | None:
         """Digest of the choice of pictures; None without a selection."""
-        if self.selected is None:
+        if self.selected is None and not self.sources:
             return None
         return digest_json([[shard.sha256, shard.rows] for shard in self.shards])
 
@@ -195,3 +211,28 @@ class Pictures:
         from tasks.caption.tables import tables_of
 
         return {} if self.captions is None else tables_of(self.captions)
+
+
+def sources_of(artifact: Artifact) -> dict[str, Artifact]:
+    """Name -> artifact of each source; "" -> the artifact itself if it is no mixture.
+
+    Raises Failed if one was deleted.
+    """
+    if "sources" not in artifact.summary:
+        return {"": artifact}
+    found = {}
+    for name, parent in artifact.manifest["run"]["parents"].items():
+        loaded = artifact.store.load(parent["stage"], parent["key"])
+        if loaded is None:
+            raise Failed(f"{parent['stage']} {parent['key'][:12]}: it was deleted: run again")
+        found[name] = loaded
+    return found
+
+
+def images_of(latents: Artifact) -> Artifact:
+    """The pictures that latents are from. Raises Failed if they were deleted."""
+    at = latents.manifest["run"]["parents"]["images"]
+    images = latents.store.load(at["stage"], at["key"])
+    if images is None:
+        raise Failed(f"{at['stage']} {at['key'][:12]}: it was deleted: run again")
+    return images

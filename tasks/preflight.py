@@ -20,12 +20,14 @@ from artifacts.errors import classify
 from artifacts.latent_shards import LatentScale
 from artifacts.store import Store
 from configs.checks import Check, Finding, fine, note
-from configs.errors import Away, Refused, UserError, naming
+from configs.errors import Away, Refused, UserError, naming, naming_source
 from configs.secrets import without_secrets
-from configs.settings.data import Source
-from configs.settings.evaluate import Evaluate
+from configs.settings.caption import Caption
+from configs.settings.data import Source, references_of
+from configs.settings.evaluate import Evaluate, Sibling
 from configs.settings.recipe import (
     STAGES,
+    Model,
     Place,
     Recipe,
     RuntimeName,
@@ -41,19 +43,24 @@ from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.noise_schedule import ResolutionShift, schedule_facts, scheduler_config
 from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base, replacement_config
+from runtimes.pipeline_folder.single_file import is_single_file, open_checkpoint, resolve_base
 from runtimes.pipeline_folder.weights import check_tokenizers, check_weights, stored_weight_files
 from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
-from tasks import download, tpu, train
+from tasks import download, drawn_source, train
 from tasks.beam import workers
 from tasks.describe import describers
+from tasks.download.references import check_number
 from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.features import check_clip, check_image_encoder
 from tasks.evaluate.inception import check_inception, fidelity_folder
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.evaluate.metrics import metric_names, sample_metrics
-from tasks.plan.gpu import check_fits, memory_of
+from tasks.hosts import choose
+from tasks.plan.across_hosts import notes_of_groups
+from tasks.plan.gpu import check_fits
+from tasks.plan.shipped_plans import memory_of
 from tasks.publish import stage as publish
 from tasks.publish.assemble import model_parts
 from tasks.publish.gate_power import newest_estimates, undecidable
@@ -87,6 +94,8 @@ class Doors:
     ) -> None:
         self.asked = asked
         self.recipe = with_defaults_without_effect(asked)
+        #: Name -> recipe of each source; without a mixture, "" -> the recipe itself.
+        self.parts = {n: with_defaults_without_effect(p) for n, p in asked.by_source.items()}
         self.built = [stage for stage in built if stage in asked.stages]
         self.here = stages_without_pool(self.recipe.place, self.built)
         self.opened = Models(self.recipe, self.here, fetch)
@@ -99,15 +108,19 @@ class Doors:
         if "train" in self.here:
             yield Check("monitoring", self._monitoring)
             yield Check("warm-up", partial(notes_of_warmup, self.recipe.train))
+        if "train" in self.here and self.recipe.runtime == "torch":
+            yield Check("shard groups", partial(notes_of_groups, self.recipe.train))
 
     def places(self) -> Iterator[Check]:
         """Store, registry, source, work pools and Beam's workers."""
         recipe = self.recipe
         yield Check("store", self._stores)
-        yield Check("work pools", partial(workers.check_places, recipe, self.built))
-        if "download" in self.built:  # a work pool that is sent to may not reach the source
-            yield Check("source", self._source, remote=_is_remote(recipe.source))
+        for name, part in self.parts.items():
+            yield Check("work pools", partial(workers.check_places, part, self.built))
+            if "download" in self.built:  # a work pool that is sent to may not reach the source
+                yield Check("source", partial(_source, name, part), remote=_is_remote(part.source))
         yield Check("workers", self._workers, remote=True)
+        yield Check("cluster", partial(choose.check, recipe, self.here), remote=True)
         if publish.STAGE in self.built:
             yield self.gate_power(Store(recipe.store))
 
@@ -133,7 +146,7 @@ class Doors:
     def models(self) -> Iterator[Check]:
         """The models, opened at most once, and whether they fit the machine."""
         yield from self.opened.checks()
-        if "train" in self.here:
+        if "train" in self.here and not self.recipe.trains_elsewhere:
             yield Check("memory", self._memory)
 
     def _gate_and_prompts(self) -> Iterator[Finding]:
@@ -152,7 +165,8 @@ class Doors:
         """Raise Refused for a tracker or a held-out loss that cannot work."""
         recipe = self.recipe
         check_wandb(recipe.train.wandb)
-        if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
+        held_out = any(part.encode.holdout for part in self.parts.values())
+        if recipe.train.holdout_loss.every_n_steps and not held_out:
             raise Refused("train.holdout_loss needs held-out samples: raise encode.holdout")
         rule = recipe.train.best_checkpoint
         known = [HOLDOUT_LOSS, *sample_metrics(recipe.evaluate.judges)]
@@ -160,6 +174,12 @@ class Doors:
             raise Refused(
                 f"train.best_checkpoint.metric: {rule.metric} is not scored while training; it "
                 f"scores {', '.join(known)}"
+            )
+        if rule is not None and rule.by_samples and not recipe.evaluate.has_samples:
+            raise Refused(
+                f"{rule.metric} is of sample pictures, and all prompts have references or are "
+                "held_out: add a prompt without to evaluate.prompts, or set it to holdout_loss",
+                setting="train.best_checkpoint.metric",
             )
 
     def _stores(self) -> Iterator[Finding]:
@@ -170,40 +190,38 @@ class Doors:
         if publish.STAGE in self.built:  # a damaged champion would fail it after all other stages
             publish.registry_of(recipe).champion()
 
-    def _source(self) -> Iterator[Finding]:
-        download.check(self.recipe)
-        where = getattr(self.recipe.source, "path", None) or self.recipe.source.kind
-        yield fine(f"source: {without_secrets(str(where))} opens")
-
     def _workers(self) -> None:
-        for stage in [name for name in workers.BEAM_STAGES if name in self.recipe.stages]:
-            if options := workers.beam_options(self.recipe, stage):
-                from tasks.beam.pipeline import make_pipeline  # seconds to import
+        for part in self.parts.values():
+            for stage in [name for name in workers.BEAM_STAGES if name in part.stages]:
+                if options := workers.beam_options(part, stage):
+                    from tasks.beam.pipeline import make_pipeline  # seconds to import
 
-                make_pipeline(options)
-        workers.check_workers(self.recipe, self.here)
+                    make_pipeline(options)
+            workers.check_workers(part, self.here)
 
     def _runtime(self) -> None:
         recipe = self.recipe
         registry.check_installed(recipe.runtime)
+        on_cluster = recipe.trains_elsewhere and recipe.tpu is None
+        if "train" in self.here and on_cluster:
+            registry.check_elsewhere(recipe.runtime, recipe.train)
         devices = devices_here(recipe, self.here)
         is_plain = set(devices.values()) <= {"auto", "cpu"}
         if is_plain and not _may_refuse(recipe.runtime, recipe.train):
             return  # always available; a probe would import the runtime, which takes seconds
         registry.check_devices(recipe.runtime, devices)
-        if "train" not in self.here:
+        if "train" not in self.here or on_cluster:
             return
         settings = recipe.train
-        if recipe.tpu is not None:
-            tpu.check(recipe.tpu, recipe.store, settings)
-            settings = settings.model_copy(update={"fsdp": 1})  # tpu.check compares it
+        if recipe.tpu is not None:  # whose chips the check of the cluster counts
+            settings = settings.model_copy(update={"fsdp": 1, "device": "auto"})
         registry.check_settings(recipe.runtime, settings)
 
     def _memory(self) -> Iterator[Finding]:
         """Whether training fits the largest GPU of this machine, if it trains on a GPU."""
         recipe = self.recipe
         on_gpu = recipe.train.device.partition(":")[0] in ("auto", "cuda")
-        sharded = recipe.train.fsdp != 1 and recipe.train.processes > 1
+        sharded = recipe.train.fsdp != 1 and recipe.train.world_size > 1
         must_fit_one = recipe.runtime == "torch" and on_gpu and not sharded
         if not must_fit_one or not (gpus := usable_gpus()):
             return
@@ -220,12 +238,21 @@ class Doors:
             yield note("the recipe's memory is not planned yet", command)
         elif plan.fits(gpu.memory):
             yield fine(f"memory: {plan.largest / GIB:.1f} GiB fit {gpu.name}")
+        elif recipe.train.memory == "auto":
+            yield note(f"train.memory: auto will choose settings that fit {gpu.name}", command)
         else:
             raise Refused(
                 f"memory: {plan.largest / GIB:.1f} GiB are needed, {gpu.name} has "
                 f"{gpu.memory / GIB:.1f} GiB",
                 remedy=command,
             )
+
+
+def _source(name: str, recipe: Recipe) -> Iterator[Finding]:
+    with naming_source(name):
+        download.check(recipe)
+    where = getattr(recipe.source, "path", None) or recipe.source.kind
+    yield fine(f"{f'source {name}'.rstrip()}: {without_secrets(str(where))} opens")
 
 
 def check_writable(setting: str, url: str) -> Iterator[Finding]:
@@ -258,15 +285,17 @@ def stages_without_pool(place: Place, stages: Sequence[StageName]) -> list[Stage
 
 
 def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
-    """Setting -> device of the stages that compute on this machine."""
-    computing = [stage for stage in stages if stage in COMPUTING]
-    for stage in workers.BEAM_STAGES:
-        if stage not in computing:
-            continue
-        kind = workers.workers_of(workers.beam_options(recipe, stage))
-        if kind is workers.Workers.REMOTE:  # its device is on machines that cannot be asked
-            computing.remove(stage)
-    return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
+    """Setting -> device of the stages that compute on this machine, not on hosts of a cluster."""
+    devices = dict[str, str]()
+    for part in recipe.by_source.values():
+        on_hosts = {stage for stage in stages if part.hosts_of(stage) is not None}
+        computing = COMPUTING.intersection(stages, part.stages) - on_hosts
+        for stage in workers.BEAM_STAGES:
+            kind = stage in computing and workers.workers_of(workers.beam_options(part, stage))
+            if kind is workers.Workers.REMOTE:  # whose devices cannot be asked
+                computing.discard(stage)
+        devices |= {f"{stage}.device": getattr(part, stage).device for stage in computing}
+    return devices
 
 
 def _may_refuse(runtime: RuntimeName, settings: Train) -> bool:
@@ -275,7 +304,7 @@ def _may_refuse(runtime: RuntimeName, settings: Train) -> bool:
         runtime != "torch"
         or (settings.processes > 1 and settings.device != "cpu")
         or settings.fsdp not in (1, "all")
-        or settings.optimizer == "adamw_8bit"
+        or settings.optimizer.endswith("_8bit")
         or settings.compile not in ("auto", "none")
         or settings.attention != "auto"
         or settings.cuda_graphs
@@ -311,15 +340,18 @@ class Models:
             find = partial(self._inception, named)
             yield Check("evaluate.inception", find, remote="://" in named)
         yield Check("measuring models", self._measures)
-        describe = self.recipe.describe
-        if describe is not None and "describe" in self.stages:
-            max_pixels = self.recipe.download.max_pixels
-            yield from describers.checks(describe, max_pixels, fetch=self.fetch)
-        is_known = self.fetch or describe is None or describers.are_local(describe)
-        if "select" in self.stages and is_known:
-            yield Check("select", partial(check_names, self.recipe))
-        if "caption" in self.stages:
-            yield Check("captioner", self._captions)
+        if self.recipe.evaluate.model is not None:
+            yield Check("evaluate.model", self._sibling_fits)
+        for part in self.recipe.by_source.values():
+            describe = part.describe
+            if describe is not None and "describe" in self.stages:
+                max_pixels = part.download.max_pixels
+                yield from describers.checks(describe, max_pixels, fetch=self.fetch)
+            is_known = self.fetch or describe is None or describers.are_local(describe)
+            if part.select is not None and "select" in self.stages and is_known:
+                yield Check("select", partial(check_names, part))
+            if part.caption is not None and "caption" in self.stages:
+                yield Check("captioner", partial(self._captions, part.caption))
 
     @cached_property
     def base(self) -> Base:
@@ -327,7 +359,7 @@ class Models:
         vae = self._folder("model.vae") if "model.vae" in self._places else None
         model = self._folder("model.path")
         with naming("model.path" if vae is None else "model.path or model.vae"):
-            base = Base.open(model, vae)
+            base = Base.open(model, vae, **self.recipe.encode.reading)
             _ = base.encoders
         return base
 
@@ -343,11 +375,29 @@ class Models:
             self._folder(encoder) if encoder in self._places else None,
             {name: self._folder(_judge(name)) for name in self.recipe.evaluate.preference_models},
             weights,
+            self._sibling,
         )
+
+    @property
+    def _bases(self) -> dict[str, Model | Sibling]:
+        """Setting -> base, which may be a checkpoint file."""
+        sibling = self.recipe.evaluate.model
+        return {"model.path": self.recipe.model} | ({"evaluate.model": sibling} if sibling else {})
+
+    @cached_property
+    def _sibling(self) -> Base | None:
+        """The base of `evaluate.model`, opened. Raises Refused or Away."""
+        if self.recipe.evaluate.model is None:
+            return None
+        with naming("evaluate.model"):
+            folder = self._folder("evaluate.model")
+            return Base.open(folder, **self.recipe.encode.reading)
 
     def can_open(self, section: str) -> bool:
         """Whether the models of a section, `model` or `evaluate`, may be opened."""
         named = [place for name, place in self._places.items() if name.startswith(f"{section}.")]
+        if any(is_single_file(path) for path, _ in named):
+            return self.fetch  # to convert a file takes minutes
         try:
             return self.fetch or all(models.local_model(path) is not None for path, _ in named)
         except Refused:  # of `_available`
@@ -361,27 +411,38 @@ class Models:
         judges = {_judge(name): path for name, path in measured.preference_models.items()}
         paths = {
             "model.vae": model.vae,
+            "model.components": model.components,
+            "evaluate.model": measured.model.path if measured.model else None,
+            "evaluate.model.components": measured.model.components if measured.model else None,
             "evaluate.clip": measured.clip,
             "evaluate.image_encoder": measured.image_encoder,
             **judges,
         }
         others: dict[str, tuple[str, str | None]] = {}
         others |= {setting: (path, None) for setting, path in paths.items() if path is not None}
-        captions = self.recipe.caption
-        if captions is not None and captions.endpoint is None and "caption" in self.stages:
-            others["caption.model"] = captions.model, captions.revision
+        for captions in (part.caption for part in self.recipe.by_source.values()):
+            if captions is not None and captions.endpoint is None and "caption" in self.stages:
+                others["caption.model"] = captions.model, captions.revision
         return {"model.path": (model.path, model.revision), **others}
 
     def _folder(self, setting: str) -> Path:
         path, revision = self._places[setting]
         with naming(setting):
+            if setting in self._bases:
+                return resolve_base(self._bases[setting])
             return models.resolve_model(path, revision=revision)
 
     def _available(self, setting: str) -> Iterator[Finding]:
         path, revision = self._places[setting]
         if not self.fetch:
-            with naming(setting, f"set {setting} to a folder, URL or hub id"):
-                where = models.check_model_available(path, revision=revision)
+            file = ", .safetensors file" if setting in self._bases else ""
+            with naming(setting, f"set {setting} to a folder{file}, URL or hub id"):
+                if setting in self._bases and is_single_file(path):
+                    where = models.check_file_available(path)
+                    if "://" not in path:
+                        open_checkpoint(self._bases[setting])
+                else:
+                    where = models.check_model_available(path, revision=revision)
             yield fine(f"{setting}: {without_secrets(path)} ({where})")
 
     def _fits_settings(self) -> Iterator[Finding]:
@@ -392,19 +453,25 @@ class Models:
         base = self.base
         for device in (recipe.train.device, drawn.device):
             registry.check_family(recipe.runtime, base.family.name, device)
-        sizes = bucket_sizes(TransformSettings.of(recipe), base.encoders["size_step"])
-        largest = max(map(max, sizes))
+        transforms = map(TransformSettings.of, recipe.by_source.values())
+        sizes = (bucket_sizes(some, base.encoders["size_step"]) for some in transforms)
+        largest = max(max(map(max, some)) for some in sizes)
         _check_position_embeddings(recipe.train, drawn, base, largest)
         evaluate.check_drawn_size(drawn, base)
+        evaluate.check_references(drawn, base)
         _check_weights(base)
         check_tokenizers(base)
+        _check_references(recipe, base)
         _check_objective(recipe, base)
         sampler = (drawn.scheduler, drawn.num_inference_steps)
         for config in (base.scheduler, scheduler_config(base.scheduler, recipe.train)):
             registry.check_scheduler(recipe.runtime, config, *sampler)
         train.check(recipe, base)
+        for part in recipe.by_source.values():
+            drawn_source.check(part, base)
         if "train" in self.stages:
             yield from train.notes_of_kohya(recipe.train, base)
+            yield from train.notes_of_distillation(recipe.train, base)
         folder = base.folder
         unknown = shown_license(recipe.publish, folder) == UNKNOWN_LICENSE
         if recipe.publish.require_license and unknown:
@@ -413,6 +480,14 @@ class Models:
             )
         if (conflict := license_conflict(recipe.publish, folder)) is not None:
             yield note(conflict)
+
+    def _sibling_fits(self) -> None:
+        if not (self.can_open("model") and self.can_open("evaluate")):
+            return
+        assert self._sibling is not None
+        with naming("evaluate.model"):
+            _check_weights(self._sibling)
+            evaluate.check_sibling(self.recipe, self.base, self._sibling)
 
     def _inception(self, named: str) -> Iterator[Finding]:
         with naming("evaluate.inception"):
@@ -434,9 +509,7 @@ class Models:
             assert self.measuring.inception is not None
             check_inception(self.measuring.inception, named)
 
-    def _captions(self) -> Iterator[Finding]:
-        captions = self.recipe.caption
-        assert captions is not None
+    def _captions(self, captions: Caption) -> Iterator[Finding]:
         if captions.endpoint is not None:
             from tasks.caption.endpoint import check_endpoint, key_of  # with the download's client
 
@@ -444,7 +517,9 @@ class Models:
         elif self.can_open("caption"):
             from tasks.caption.vision_language import check_vision_language
 
-            check_vision_language(self._folder("caption.model"))
+            with naming("caption.model"):
+                place = models.resolve_model(captions.model, revision=captions.revision)
+            check_vision_language(place)
 
 
 def _judge(name: str) -> str:
@@ -474,6 +549,20 @@ def _check_position_embeddings(train: Train, evaluate: Evaluate, base: Base, lar
                 f"{setting}: sides of {side} pixels exceed the {most * factor} of the model's "
                 "position embeddings: lower them, or encode.max_aspect"
             )
+
+
+def _check_references(recipe: Recipe, base: Base) -> None:
+    """Raise Refused for references that the base's family does not read, or more than it reads."""
+    for name, part in recipe.by_source.items():
+        named = references_of(part.source)
+        if named and base.family.sees_references and recipe.train.reference_dropout_rate:
+            raise Refused(
+                f"the embeddings of family {base.family.name} are of the references, too, and its "
+                "pipeline draws with references alone: set 0",
+                setting="train.reference_dropout_rate",
+            )
+        with naming_source(name):
+            check_number(base.family, len(named), "its settings name")
 
 
 def _check_weights(base: Base) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -116,6 +118,23 @@ def check_expression(
         raise Refused(f"{shown(text)} is of type {kind}, no number", setting=setting)
 
 
+def require_value(
+    db: duckdb.DuckDBPyConnection, text: str, setting: str, table: str = "entries"
+) -> None:
+    """Raise Refused, with the first error, if a condition on the rows of a table has one.
+
+    Args:
+        setting: dotted setting that has the expression, for errors.
+        table: its name, or SQL in brackets.
+    """
+    try:
+        db.execute(f"select count(*) from {table} where (\n{text}\n)")
+    except duckdb.Error as error:
+        why = one_line(error).partition("LINE")[0].strip()
+        remedy = "try_cast(x as double) of a text that is no number is null"
+        raise Refused(f"{shown(text)}: {why}", setting=setting, remedy=remedy) from None
+
+
 def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
     """Raise Refused unless every column of {setting: column} is in `file`, and only once."""
     for setting, column in wanted.items():
@@ -161,6 +180,26 @@ def thresholds_of(text: str, setting: str) -> list[Threshold]:
                 name = column["column_names"][-1]
                 thresholds.append(Threshold(name, operator, float(literal["text"])))
     return thresholds
+
+
+def conjuncts(text: str, setting: str) -> list[str]:
+    """The parts of a condition that its outermost `and`s join, as they are written.
+
+    Parts within brackets are one if others are beside them. Raises Refused.
+    """
+    [statement] = _parsed_condition(text, setting)["statements"]
+    condition = statement["node"]["where_clause"]
+    if condition["type"] != "CONJUNCTION_AND":
+        return [text]
+    parts = []
+    start = 0
+    ends = [match.span() for match in re.finditer(r"\band\b", text, re.IGNORECASE)]
+    for end, following in [*ends, (len(text), len(text))]:
+        with suppress(Refused):  # as `x between 1`
+            _parsed_condition(text[start:end], setting)
+            parts.append(text[start:end].strip())
+            start = following
+    return parts if len(parts) == len(condition["children"]) else [text]
 
 
 def _parsed_condition(text: str, setting: str) -> dict[str, Any]:

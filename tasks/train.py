@@ -12,44 +12,52 @@ import fractions
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
 
 from artifacts.errors import refusals
 from artifacts.filesystems import entries, matching, name_of, subfolders
-from artifacts.latent_shards import open_latents
-from artifacts.models import digest_model
-from artifacts.records import FileEntry, write_atomic
+from artifacts.latent_shards import Latents, open_latents
+from artifacts.models import digest_model, digest_model_file, resolve_file, resolve_model
+from artifacts.records import FileEntry, digest_bytes, write_atomic
+from artifacts.safetensors import Arrays, write_arrays, writing
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.checks import Finding, note
-from configs.errors import Refused
+from configs.errors import Refused, naming
+from configs.secrets import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
-from configs.settings.recipe import Recipe
+from configs.settings.recipe import Recipe, StageName
+from configs.settings.sources import samples_per_epoch
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
+from runtimes.adapters import read_layouts
 from runtimes.adapters.lora import Adapter, choose_layers, layers_of
 from runtimes.adapters.lora_files import to_kohya
+from runtimes.families import all_families
 from runtimes.families.family import Family
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.pipeline_folder.weights import weight_shapes
 from runtimes.process.job import TrainJob
 from runtimes.train.validation import CheckpointRanking, scores_path
-from tasks import tpu
 from tasks.build_or_reuse import Stage
 from tasks.child_process import Event, run_job
 from tasks.code_version import runtime_facts
+from tasks.control_pictures import ControlPictures, sources_with_pictures
 from tasks.evaluate.draw import sampler_settings
 from tasks.evaluate.metrics import SampleScorer, sample_metrics, sample_prompts
+from tasks.hosts.attempts import run_on_hosts
+from tasks.hosts.choose import Hosts
 from tasks.panels import Chart, Facts, Panel, PicturePanel, Strip, Table, human
-from tasks.panels_charts import loss_chart
+from tasks.panels_charts import loss_chart, trials_chart
 from tasks.progress import Progress, show_in_prefect
 
 #: Settings without effect on the weights of a step, unless Train.weights_depend_on_steps.
@@ -161,6 +169,15 @@ def check(recipe: Recipe, base: Base) -> None:
     family = base.family
     if settings.method == "lora":
         _adapted_layers(settings.lora, base)
+        read_adapter_files(settings, base)
+    if settings.method == "controlnet":
+        if family.control is None:
+            known = ", ".join(f.name for f in all_families().values() if f.control is not None)
+            raise Refused(
+                f"controlnet is for {known}, not {family.name}: set full or lora",
+                setting="train.method",
+            )
+        control_shapes(settings, base)
     if settings.guidance_scale != 1 and not family.takes_guidance(base.denoiser):
         raise Refused("train.guidance_scale: the base takes no guidance scale: set 1")
     if settings.train_text_encoder and not family.clip:
@@ -175,6 +192,19 @@ def check(recipe: Recipe, base: Base) -> None:
             f"{encoder.component} is a language model, which no step runs: set embeddings",
             setting="encode.text",
         )
+    if base.reads_unusually and (family.frozen_text is not None or not family.clip):
+        longer = base.chunks > 1
+        raise Refused(
+            f"family {family.name} reads captions as its pipeline does, at their own limit: set "
+            f"{'77' if longer else 'text'}",
+            setting="encode.max_tokens" if longer else "encode.captions.emphasis",
+        )
+    if recipe.encode.text_precision is not None and not base.has_frozen_text:
+        raise Refused(
+            f"this model of family {family.name} has neither a T5 nor a language model, and CLIP "
+            "keeps encode.dtype: set null",
+            setting="encode.text_precision",
+        )
     check_guidance(recipe.evaluate, base, "evaluate.")
     replacement = replacement_config(settings)
     trained_config(base.denoiser, settings, replacement)
@@ -187,6 +217,23 @@ def check(recipe: Recipe, base: Base) -> None:
             random_init_denoiser(replacement, seed=0)
 
 
+def control_start(settings: Train) -> Path | None:
+    """The local folder of `train.controlnet.start`, if it is set. Raises Refused, Away."""
+    start = settings.controlnet.start
+    if settings.method != "controlnet" or start is None:
+        return None
+    with naming("train.controlnet.start"):
+        return resolve_model(start)
+
+
+def control_shapes(settings: Train, base: Base) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights of the ControlNet in training. Raises Refused."""
+    from runtimes.torch_models.control_network import check_control  # diffusers takes seconds
+
+    with naming("train.controlnet"):
+        return check_control(base, settings, control_start(settings))
+
+
 def notes_of_kohya(settings: Train, base: Base) -> Iterator[Finding]:
     """Adapters without a place in kohya's layout: diffusers' layout has all of them."""
     if settings.method != "lora":
@@ -194,6 +241,29 @@ def notes_of_kohya(settings: Train, base: Base) -> Iterator[Finding]:
     outputs = _adapted_layers(settings.lora, base)
     if why := without_kohya(base.family, base.denoiser, outputs, dora=settings.lora.dora):
         yield note(f"train.lora: no file in kohya's layout will be published: {why}")
+
+
+def notes_of_distillation(settings: Train, base: Base) -> Iterator[Finding]:
+    """A base that draws in few steps, which training undoes."""
+    has_assistant = settings.method == "lora" and settings.lora.assistant is not None
+    if base.draws_in_few_steps and not has_assistant:
+        yield note(
+            "model.path: this base is distilled to draw in few steps, which training undoes: train "
+            "on its undistilled sibling (and draw on this one by evaluate.model), or set "
+            "train.lora.assistant"
+        )
+
+
+def adapted_shapes(settings: Train, base: Base) -> dict[str, tuple[int, ...]]:
+    """Component and layer with an adapter -> shape of the weight."""
+    family = base.family
+    shapes = dict[str, tuple[int, ...]]()
+    texts = family.clip_encoders if settings.train_text_encoder else ()
+    for part in (family.denoiser, *texts):
+        stored = weight_shapes(base.part(part))
+        chosen = choose_layers(part, layers_of(stored), settings.lora, family.attention_layers)
+        shapes |= {f"{part}.{name}": stored[f"{name}.weight"] for name in chosen}
+    return shapes
 
 
 def _adapted_layers(lora: Lora, base: Base) -> dict[str, int]:
@@ -249,6 +319,7 @@ class Watch:
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> of its samples
     files: list[FileEntry] = field(default_factory=list)  # written by the process
     chosen: dict[str, Any] = field(default_factory=dict)  # by train.best_checkpoint
+    versions: dict[str, str] = field(default_factory=dict)  # package -> that of rank 0
 
     def __call__(self, event: Event) -> None:
         """Call `_on_KIND`, if it exists, for an event of that kind."""
@@ -257,6 +328,7 @@ class Watch:
 
     def _on_start(self, event: Event) -> None:
         self.facts |= {"device": event["device"], "resumed_from": event["step"]}
+        self.versions = event["versions"]
         if event["step"]:
             log.info("train: resuming from step %d", event["step"])
 
@@ -281,7 +353,8 @@ class Watch:
     def _on_validation(self, event: Event) -> None:
         log.info("train: held-out loss %.4f at step %d", event["loss"], event["step"])
         if self.history and self.history[-1]["step"] == event["step"]:
-            self.history[-1] = {**self.history[-1], "validation_loss": event["loss"]}
+            by_source = {f"validation_loss/{name}": n for name, n in event["by_source"].items()}
+            self.history[-1] |= {"validation_loss": event["loss"], **by_source}
 
     def _on_back(self, event: Event) -> None:
         self.history = [line for line in self.history if line["step"] <= event["step"]]
@@ -329,7 +402,7 @@ def _progress_text(event: Event) -> str:
     return f"loss {event['loss']:.4f} · {event['images_per_second']:.1f} images/s · {clock} left"
 
 
-STAGE = "train"
+STAGE: StageName = "train"
 VERSION = 3
 SAMPLES_SHOWN = 24
 
@@ -340,6 +413,8 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     The runtime and the settings of the execution are excluded: a resume may change them.
     """
     settings = recipe.train.key_settings()
+    if recipe.sources:
+        settings["sources"] = recipe.mixture
     if (config := replacement_config(recipe.train)) is not None:  # the content, not the path
         settings["denoiser_config"] = config
     rule = recipe.train.best_checkpoint
@@ -369,7 +444,12 @@ class TrainStage(Stage):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that affect the weights, with facts of the base's family."""
-        return settings_for_key(self.recipe) | self.base.family.key_facts
+        family = self.base.family
+        settings = settings_for_key(self.recipe) | family.key_facts
+        train = self.recipe.train
+        if train.method == "lora" and train.lora.base_precision and family.unquantized:
+            settings["unquantized"] = [*family.unquantized]
+        return settings
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -387,10 +467,22 @@ class TrainStage(Stage):
             inputs["clip"] = digest_model(self.clip)
         elif rule is not None and self.holdout is not None:
             inputs["holdout"] = self.holdout.digest
+        for name, path in self.adapter_files.items():
+            inputs[f"lora_{name}"] = digest_model_file(path)
+            config = path.with_name(read_layouts.PEFT_CONFIG)  # it may have their alpha
+            if config.is_file():
+                inputs[f"lora_{name}_config"] = digest_model_file(config)
+        if (folder := control_start(settings)) is not None:
+            inputs["controlnet"] = digest_model(folder)
         if self.recipe.encode.text_dtype is not None and not settings.train_text_encoder:
             encoders = self.base.family.clip_encoders
             inputs["text_encoders"] = digest_model(self.base.folder, encoders)
         return inputs
+
+    @cached_property
+    def adapter_files(self) -> dict[str, Path]:
+        """`start` and `assistant` of `train.lora` -> local file, where they are set."""
+        return adapter_files(self.recipe.train)
 
     @property
     def parents(self) -> dict[str, Artifact]:
@@ -409,12 +501,14 @@ class TrainStage(Stage):
         """
         recipe = self.recipe
         latents = open_latents(self.latents.uri)
-        settings = settings_for(recipe.train, latents.training)
+        settings = settings_for(recipe.train, epoch_samples(recipe, latents))
         if not settings.weights_depend_on_steps:
             copy_checkpoint(draft, settings)
         prompts = () if self.clip is None else sample_prompts(recipe.evaluate)
         judges = recipe.evaluate.judges
         score = None if self.clip is None else SampleScorer(judges, self.clip, prompts)
+        given = self._write_adapters(draft)
+        controls = self._write_controls(draft, prompts if recipe.train.sample_every_n_steps else ())
         job = TrainJob(
             runtime=recipe.runtime,
             **self.base.job_fields,
@@ -426,38 +520,83 @@ class TrainStage(Stage):
             sampler=sampler_settings(recipe.evaluate, "batch_size"),
             denoiser_config=replacement_config(recipe.train),
             compiled=draft.store.compiled_url,
-            adapters=adapters,
+            adapters=adapters or given.get("start"),
+            assistant=given.get("assistant"),
             holdout=None if self.holdout is None else self.holdout.uri,
             text_dtype=recipe.encode.text_dtype,
+            mixture=recipe.mixture,
+            control_start=self._control_start(),
+            sample_controls=controls,
             claim=None if draft.lock is None else draft.lock.claim,
         )
         watch = Watch(progress, draft.store.fs, score)
-        grace = recipe.train.grace_seconds
-        if recipe.tpu is None:
-            run_job(job, watch, grace_seconds=grace)
+        hosts = Hosts.of(recipe, STAGE)
+        if hosts is not None:
+            engine = hosts.engine(job.work, draft.store)
+            run_on_hosts(
+                engine, job, watch, agents=hosts.agents, store=draft.store, cluster=hosts.cluster
+            )
         else:
-            tpu.run_on_slice(recipe.tpu, job, watch, store=draft.store, grace_seconds=grace)
+            run_job(job, watch, grace_seconds=recipe.train.grace_seconds)
+        for url in {*given.values(), *controls}:
+            draft.store.fs.rm(url_to_fs(url)[1])
         for file in watch.files:
             draft.add(file)
         history = _history(draft.read("history.jsonl"))
-        here = recipe.tpu is None
-        run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watch.facts
+        if hosts is None:
+            run = runtime_facts(recipe.runtime) | watch.facts
+        else:  # whose hosts have an environment of their own
+            run = {"runtime": recipe.runtime, "versions": watch.versions} | watch.facts
+            run |= {"cluster": engine.name, "hosts": hosts.count}
+            run["processes"] = recipe.train.processes  # of each host
         if scores := watch.all_scores(f"{draft.path}/samples"):
             run["sample_scores"] = scores
         summary = _summary(history, watch.chosen, settings.global_batch_size)
         return summary | {"copies_left_out": len(latents.left_out), "run": run}
+
+    def _write_adapters(self, draft: Draft) -> dict[str, str]:
+        """`start` and `assistant` -> URL of their adapters, where the training process reads."""
+        urls = dict[str, str]()
+        for name, arrays in read_adapter_files(self.recipe.train, self.base).items():
+            path = f"{name}.safetensors"
+            with writing(draft.store.fs, draft.path, path, []) as sink:
+                write_arrays(sink, arrays)
+            urls[name] = f"{draft.uri}/{path}"
+        return urls
+
+    def _control_start(self) -> str | None:
+        """The folder of the ControlNet that training starts from: the champion's, if it has one."""
+        folder = control_start(self.recipe.train)
+        if self.start is not None and self.recipe.train.method == "controlnet":
+            folder = self.base.folder / "controlnet"  # of retrain's starting_model
+        return None if folder is None else str(folder)
+
+    def _write_controls(self, draft: Draft, prompts: Sequence[str]) -> tuple[str, ...]:
+        """URLs of the control pictures of samples, where the training process reads them."""
+        if self.recipe.train.method != "controlnet" or not prompts:
+            return ()
+        pictures = sources_with_pictures(self.holdout or self.latents)
+        factor = self.base.encoders["size_step"]
+        urls = []
+        for data in ControlPictures.read(pictures, self.recipe, factor).of(prompts):
+            path = f"control-{digest_bytes(data)[:16]}.png"
+            draft.store.fs.pipe_file(f"{draft.path}/{path}", data)
+            urls.append(f"{draft.uri}/{path}")
+        return tuple(urls)
 
     @staticmethod
     def show(artifact: Artifact) -> list[Panel]:
         """The loss curve, the samples over training, and the figures of the run."""
         history = _history(artifact.read("history.jsonl"))
         run = artifact.manifest["run"]
-        kept = ("runtime", "device", *FIGURES, "seconds")
+        kept = ("runtime", "cluster", "hosts", "processes", "device", *FIGURES, "seconds")
         facts = {name: run[name] for name in kept if run.get(name) is not None}
         facts = {name.replace("_", " "): v for name, v in (artifact.summary | facts).items()}
         facts["TensorBoard"] = f"{artifact.uri}/tensorboard"
         chosen = artifact.summary.get("chosen_step")
         panels: list[Panel] = [Facts("Run", facts), Chart("Loss", loss_chart(history, chosen))]
+        if curves := _losses_of_sources(history):
+            panels.append(Chart("Held-out loss of each source", trials_chart(curves)))
         if samples := _samples(artifact, chosen):
             panels.append(Strip("Samples while training", samples))
         if scores := run.get("sample_scores"):
@@ -465,10 +604,42 @@ class TrainStage(Stage):
         return panels
 
 
+def adapter_files(settings: Train) -> dict[str, Path]:
+    """`start` and `assistant` of `train.lora` -> local file. Raises Refused, Away."""
+    if settings.method != "lora":
+        return {}
+    named = {"start": settings.lora.start, "assistant": settings.lora.assistant}
+    files = dict[str, Path]()
+    for name, place in named.items():
+        with naming(f"train.lora.{name}"):
+            files |= {} if place is None else {name: resolve_file(place)}
+    return files
+
+
+def read_adapter_files(settings: Train, base: Base) -> dict[str, Arrays]:
+    """`start` and `assistant` -> arrays of their adapters. Raises Refused if they do not fit."""
+    arrays = dict[str, Arrays]()
+    for name, path in adapter_files(settings).items():
+        place = without_secrets(str(getattr(settings.lora, name)))
+        with naming(f"train.lora.{name}"):
+            if name == "start":
+                arrays[name] = read_layouts.read_start(path, base, settings, place)
+            else:
+                arrays[name] = read_layouts.read_assistant(path, base, place)
+    return arrays
+
+
 def digest_base(settings: Train, base: Base) -> str:
     """sha256 (hex) of the base's parts in training, and of its scheduler."""
     texts = base.family.clip_encoders if settings.train_text_encoder else ()
     return digest_model(base.folder, (base.family.denoiser, "scheduler", *texts))
+
+
+def epoch_samples(recipe: Recipe, latents: Latents) -> int:
+    """Training samples of an epoch; of a mixture, by the weights and repeats of its sources."""
+    if not recipe.sources:
+        return latents.training
+    return int(sum(samples_per_epoch(recipe.mixture, latents.training_by_source).values()))
 
 
 def settings_for(train: Train, samples: int) -> Train:
@@ -540,6 +711,17 @@ def _summary(history: list[dict[str, Any]], chosen: dict[str, Any], batch: int) 
         **({"batches_left_out": left_out} if left_out else {}),
         **chosen,
     }
+
+
+def _losses_of_sources(history: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Source of a mixture -> (step, held-out loss) at each measurement."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in history:
+        for name, loss in line.items():
+            if name.startswith("validation_loss/"):
+                source = name.removeprefix("validation_loss/")
+                curves.setdefault(source, []).append((line["step"], loss))
+    return curves
 
 
 def _history(text: bytes) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ class CaptionServer(LoopbackServer):
     """Captions a picture by its mean colour and the prompt.
 
     Args:
-        faults: of the first requests: a status, `cut` for a connection that breaks, or `ok`.
+        faults: of the first requests: a status, `cut` for a connection that breaks, `nested` for an
+            answer of 500,000 brackets, or `ok`.
 
     Attributes:
         asked: the prompt of each request that was answered.
@@ -65,6 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "cut":
             self.close_connection = True
             return
+        if fault == "nested":
+            self._send(200, "[" * 500_000)
+            return
         if isinstance(fault, int) or self.server.refuses == colour:
             self._send(fault if isinstance(fault, int) else 500, {"error": {"message": "not now"}})
             return
@@ -75,8 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": caption}
         self._send(200, {"choices": [{"message": message, "finish_reason": "stop"}]})
 
-    def _send(self, status: int, answer: dict) -> None:
-        data = json.dumps(answer).encode()
+    def _send(self, status: int, answer: dict | str) -> None:
+        data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         if status == 429:

@@ -20,6 +20,7 @@ from PIL import Image
 from training import history, train
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
+from artifacts.references import stored_group
 from configs.settings.train import Train
 from runtimes.adapters.lora import initial_down
 from runtimes.data.sample_order import Order
@@ -61,6 +62,7 @@ class Script:
         scale: scales latents as the script does.
         embeddings: of a caption, as `predict` takes them.
         draws: whether the script draws latents from the VAE's posterior; else it takes the mean.
+        references: filled with a batch's scaled references [B, C, h, w], before `predict`.
     """
 
     def __init__(
@@ -72,13 +74,18 @@ class Script:
         embeddings: Embeddings = prompt_embeds,
         *,
         draws: bool = True,
+        references: list[torch.Tensor] | None = None,
     ) -> None:
         self.model, self._predict, self._scale = model.train(), predict, scale
         self._embeddings, self._draws = embeddings, draws
         self._settings = Train(**job.train)
         folder = Path(job.model) / "scheduler"
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
-        refs = open_latents(job.latents).shards
+        self._references = references
+        latents = open_latents(job.latents)
+        refs = self._refs = latents.shards
+        self._table = latents.references.table
+        self._means = [LatentShard(ref.url) for ref in latents.references.shards]
         size = self._settings.global_batch_size
         self._order = Order([ref.groups for ref in refs], batch_size=size, seed=0, window=4)
         self._shards = [LatentShard(ref.url) for ref in refs]
@@ -135,10 +142,15 @@ class Script:
     def _injected(self, step: int) -> tuple[torch.Tensor, torch.Tensor, list[int], Any]:
         """Latents, noise, indices into the scheduler's timesteps, and embeddings of a batch."""
         rows: list[Any] = []
+        references: list[list[torch.Tensor]] = []
         size = self._settings.global_batch_size
         for row, place in enumerate(self._order.batch(step)):
             counter, shard = step * size + row, self._shards[place.shard]
-            sample = shard.sample(place.group, place.row)
+            ref = self._refs[place.shard]
+            group, stored = stored_group(place.group), ref.stored_row(place.group, place.row)
+            sample = shard.sample(group, stored)
+            own = ref.references[group].of(stored) if ref.references else []
+            references.append([self._reference(number) for number in own])
             u, caption, dropout = generator(0, Stream.CHOICES, counter).random(4)[:3]
             eps, noise = (
                 generator(0, stream, counter).standard_normal(sample.mean.shape, np.float32)
@@ -151,8 +163,15 @@ class Script:
             text = 0 if dropout < self._settings.caption_dropout_rate else text  # the empty prompt
             embeds = self._embeddings(shard, text)
             rows.append((z, torch.from_numpy(noise), 999 - int(u * 1000), embeds))
+        if self._references is not None:
+            self._references[:] = [torch.stack(each) for each in zip(*references, strict=True)]
         z, noise, levels, prompts = zip(*rows, strict=True)
         return torch.stack(z), torch.stack(noise), list(levels), list(prompts)
+
+    def _reference(self, number: int) -> torch.Tensor:
+        place = self._table[number]
+        mean = from_bfloat16(self._means[place.shard].mean(place.group, place.row))
+        return self._scale(torch.from_numpy(mean))
 
 
 def assert_figures(job: TrainJob, script: Script) -> None:

@@ -39,7 +39,7 @@ class LateHeartbeats:
 
 @contextmanager
 def dask_cluster(folder: Path, workers: int, env: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The address of a scheduler with worker processes, as docs/scale.md starts them.
+    """The address of a scheduler with worker processes, as docs/engines.md starts them.
 
     Args:
         env: additional environment variables of the workers.

@@ -1,6 +1,7 @@
 """Shared settings of test jobs, and a runtime after a few training steps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
     """A loaded runtime, and a function from step to batch."""
     runtime = TheRuntime()
     runtime.load(job, Base.of(job))
+    return runtime, loader_of(job).batch
+
+
+def start_with_base(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
+    """As `start`, of a runtime that predicts prior targets; batches are of the job's one source."""
+    runtime = TheRuntime()
+    mixture = {"old": {"regularisation": "prior"}}
+    runtime.load(replace(job, mixture=mixture), Base.of(job))
     return runtime, loader_of(job).batch
 
 

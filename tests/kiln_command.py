@@ -47,19 +47,28 @@ def kiln(
     overrides: dict[str, Any] | None = None,
     code: int = 0,
     api: str | None = None,
+    more: dict[str, str] | None = None,
 ) -> str:
-    """Run `kiln` and check its exit code. Returns stdout, or stderr of an expected error."""
+    """Run `kiln` and check its exit code. Returns stdout, or stderr of an expected error.
+
+    Args:
+        more: environment variables.
+    """
     _, *arguments = command(*words, overrides=overrides)
-    done = python(*arguments, env=environment(tmp_path, api))
+    done = python(*arguments, env=environment(tmp_path, api) | (more or {}))
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr
 
 
 def run_json(
-    tmp_path: Path, recipe: str, overrides: dict[str, Any], api: str | None = None
+    tmp_path: Path,
+    recipe: str,
+    overrides: dict[str, Any],
+    api: str | None = None,
+    more: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run `kiln run RECIPE --json`; the report from its last line."""
-    out = kiln(tmp_path, "run", recipe, "--json", overrides=overrides, api=api)
+    out = kiln(tmp_path, "run", recipe, "--json", overrides=overrides, api=api, more=more)
     report: dict[str, Any] = json.loads(out.splitlines()[-1])
     return report
 

@@ -152,7 +152,7 @@ def captions_encoded(report: Report, split: str) -> Captions:
                 continue
             for index in range(count):
                 rows = shard.sample(group, index).caption_rows
-                texts = tuple(_text(shard.input_ids(row)[0]) for row in rows)
+                texts = tuple(text_of_ids(shard.input_ids(row)[0]) for row in rows)
                 found[group.partition("/")[2], texts] += 1
     return found
 
@@ -169,7 +169,7 @@ def captions_given(pictures: Sequence[Captioned], groups: dict[str, str]) -> Cap
     )
 
 
-def _text(ids: NDArray[np.int32]) -> str:
+def text_of_ids(ids: NDArray[np.int32]) -> str:
     """The letters of a caption; the tiny tokenizer has one token per letter."""
     from tiny_models import END, START, VOCABULARY
 

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import chips
 import pytest
 from kiln_command import ROOT, python
+
+from runtimes.registry import interpreter
 
 LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
 
@@ -36,3 +39,12 @@ def test_downloads_import_no_pytorch() -> None:
     )
     done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["xla", "mindspore"])
+def test_encoders_import_in_environments_of_runtimes(runtime: str) -> None:
+    """These lack what downloads and reads tables."""
+    chips.require(runtime)
+    code = "import tasks.encode.encoders, tasks.devices.host_shards"
+    subprocess.run([interpreter(runtime), "-P", "-c", code], check=True)

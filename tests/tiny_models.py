@@ -10,12 +10,15 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -38,6 +41,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -104,15 +108,17 @@ CHAT = (
 )
 QWEN_IMAGE_TOKENS = 288  # Qwen-Image's template has 230 letters
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<t>", "</t>")
+QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def make_qwen_tokenizer(length: int = 40) -> Qwen2Tokenizer:
+def make_qwen_tokenizer(length: int = 40, more: tuple[str, ...] = ()) -> Qwen2Tokenizer:
     """Qwen's byte-level tokenizer without merges: one token per letter, at most `length`."""
+    special = QWEN_SPECIAL + more
     tokenizer = Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate([*CHARACTERS, *QWEN_SPECIAL])},
+        vocab={token: index for index, token in enumerate([*CHARACTERS, *special])},
         merges=[],
         model_max_length=length,
-        additional_special_tokens=list(QWEN_SPECIAL[1:]),
+        additional_special_tokens=list(special[1:]),
     )
     tokenizer.chat_template = CHAT
     return tokenizer
@@ -272,20 +278,33 @@ def save_sd3_without_t5(folder: Path) -> None:
     make_sd3(t5=False).save_pretrained(folder)
 
 
-def save_flux(folder: Path, *, guidance: bool = True) -> None:
-    """Write a FluxPipeline: FLUX.1 dev, or schnell, which lacks guidance and the shift by size."""
+def save_flux(
+    folder: Path,
+    *,
+    guidance: bool = True,
+    layers: tuple[int, int] = (1, 2),
+    wide: int = 1,
+    kind: type[DiffusionPipeline] = FluxPipeline,
+) -> None:
+    """Write a FluxPipeline: FLUX.1 dev, or schnell, which lacks guidance and the shift by size.
+
+    Args:
+        kind: the pipeline's class.
+        layers: numbers of blocks with two streams and with one.
+        wide: multiple of the width of each of two heads.
+    """
     torch.manual_seed(6)
-    pipeline = FluxPipeline(
+    pipeline = kind(
         transformer=FluxTransformer2DModel(
             in_channels=32,
-            num_layers=1,
-            num_single_layers=2,
-            attention_head_dim=16,
+            num_layers=layers[0],
+            num_single_layers=layers[1],
+            attention_head_dim=16 * wide,
             num_attention_heads=2,
             joint_attention_dim=80,
             pooled_projection_dim=32,
             guidance_embeds=guidance,
-            axes_dims_rope=(4, 6, 6),
+            axes_dims_rope=(4 * wide, 6 * wide, 6 * wide),
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(
             shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance
@@ -370,7 +389,7 @@ def save_z_image(folder: Path) -> None:
     pipeline.save_pretrained(folder)
 
 
-def make_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
+def make_qwen_vl(**ids: int) -> Qwen2_5_VLForConditionalGeneration:
     text = {
         "vocab_size": 272,
         "hidden_size": 16,
@@ -387,7 +406,7 @@ def make_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
         "num_heads": 2,
         "out_hidden_size": 16,
     }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
@@ -395,7 +414,17 @@ def save_qwen_image(folder: Path) -> None:
     """Write a QwenImagePipeline: 32 x 32 pictures, a VAE of frames with factor 4."""
     torch.manual_seed(9)
     pipeline = QwenImagePipeline(
-        transformer=QwenImageTransformer2DModel(
+        **make_qwen_image_parts(),
+        text_encoder=make_qwen_vl(),
+        tokenizer=make_qwen_tokenizer(QWEN_IMAGE_TOKENS),
+    )
+    pipeline.save_pretrained(folder)
+
+
+def make_qwen_image_parts(**more: object) -> dict[str, Any]:
+    """Transformer, scheduler and VAE; `more` settings of the transformer."""
+    parts: dict[str, Any] = {
+        "transformer": QwenImageTransformer2DModel(
             in_channels=16,
             out_channels=4,
             num_layers=2,
@@ -403,11 +432,12 @@ def save_qwen_image(folder: Path) -> None:
             num_attention_heads=2,
             joint_attention_dim=16,
             axes_dims_rope=(4, 6, 6),
+            **more,
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(
+        "scheduler": FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
         ),
-        vae=AutoencoderKLQwenImage(
+        "vae": AutoencoderKLQwenImage(
             base_dim=8,
             z_dim=4,
             dim_mult=[1, 2, 2],
@@ -416,14 +446,38 @@ def save_qwen_image(folder: Path) -> None:
             latents_mean=[0.1, -0.2, 0.3, 0.0],
             latents_std=[0.5, 1.5, 0.8, 1.2],
         ),
-        text_encoder=make_qwen_vl(),
-        tokenizer=make_qwen_tokenizer(QWEN_IMAGE_TOKENS),
-    )
+    }
     with torch.no_grad():  # else the prompt has little effect with random weights
-        for block in pipeline.transformer.transformer_blocks:
+        for block in parts["transformer"].transformer_blocks:
             block.img_mod[1].weight *= 32
-        pipeline.transformer.proj_out.weight *= 4
+        parts["transformer"].proj_out.weight *= 4
+    return parts
+
+
+def save_qwen_image_edit(folder: Path) -> None:
+    """Write a QwenImageEditPlusPipeline, in the manner of 2511; its Qwen2.5-VL sees pictures.
+
+    Its processor's class wants torchvision: the folder has the files that it reads.
+    """
+    torch.manual_seed(10)
+    tokenizer = make_qwen_tokenizer(1024, QWEN_VISION)
+    names = ("vision_start", "vision_end", "image", "video")
+    ids = tokenizer.convert_tokens_to_ids(list(QWEN_VISION))
+    numbers = {f"{name}_token_id": number for name, number in zip(names, ids, strict=True)}
+    pipeline = QwenImageEditPlusPipeline(
+        **make_qwen_image_parts(zero_cond_t=True),
+        text_encoder=make_qwen_vl(**numbers),
+        tokenizer=tokenizer,
+        processor=None,
+    )
     pipeline.save_pretrained(folder)
+    index = folder / "model_index.json"
+    fields = json.loads(index.read_text(encoding="utf-8"))
+    fields["processor"] = ["transformers", "Qwen2VLProcessor"]
+    index.write_text(json.dumps(fields, indent=1), encoding="utf-8")
+    size = {"shortest_edge": 56 * 56, "longest_edge": 12845056}
+    Qwen2VLImageProcessorPil(size=size).save_pretrained(folder / "processor")
+    tokenizer.save_pretrained(folder / "processor")
 
 
 def save_vae(folder: Path) -> None:
@@ -485,10 +539,13 @@ MODELS = {
     "tiny-sd3-without-t5": save_sd3_without_t5,
     "tiny-flux": save_flux,
     "tiny-flux-schnell": partial(save_flux, guidance=False),
+    "tiny-flux-kontext": partial(save_flux, kind=FluxKontextPipeline),
+    "deep-flux": partial(save_flux, layers=(3, 5), wide=8),
     "tiny-flux2": save_flux2,
     "tiny-flux2-distilled": partial(save_flux2, distilled=True),
     "tiny-z-image": save_z_image,
     "tiny-qwen-image": save_qwen_image,
+    "tiny-qwen-image-edit": save_qwen_image_edit,
     "tiny-vae": save_vae,
     "tiny-clip": save_clip,
     "tiny-classifier": save_classifier,

@@ -13,17 +13,26 @@ Overrides = dict[str, Any]
 BASES = {
     "sd2": "least-sd",
     "sd2-v5p": "least-sd",
+    "sd15-lora": "least-sd",
     "laion-jax": "least-sd",
     "sdxl": "tiny-sdxl",
     "sdxl-lora": "tiny-sdxl",
+    "sdxl-lora-8gb": "tiny-sdxl",
     "sdxl-lora-text": "tiny-sdxl",
     "sdxl-v5p": "tiny-sdxl",
     "sd35-lora": "tiny-sd3",
     "flux-lora": "tiny-flux",
+    **dict.fromkeys((f"flux-lora-{size}gb" for size in (12, 16, 24)), "tiny-flux"),
     "flux-schnell": "tiny-flux-schnell",
+    "kontext-lora": "tiny-flux-kontext",
     "flux2-klein": "tiny-flux2",
+    "flux2-klein-edit-lora": "tiny-flux2",
+    **dict.fromkeys((f"flux2-klein-{size}gb" for size in (8, 12, 16)), "tiny-flux2"),
     "z-image-lora": "tiny-z-image",
+    **dict.fromkeys((f"z-image-lora-{size}gb" for size in (8, 12, 16)), "tiny-z-image"),
     "qwen-image-lora": "tiny-qwen-image",
+    **dict.fromkeys((f"qwen-image-lora-{size}gb" for size in (16, 24)), "tiny-qwen-image"),
+    "qwen-image-edit-lora": "tiny-qwen-image-edit",
 }
 #: Sizes, counts and intervals; they replace settings that a recipe sets.
 TOY: Overrides = {

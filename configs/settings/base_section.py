@@ -70,7 +70,8 @@ def setting(
         default: without it, a recipe must set it.
         not_in_key: why the key of the section's stage lacks it, and all settings in it. A training
             may resume with another value.
-        in_key_with: condition under which the key has it nevertheless.
+        in_key_with: condition under which the key has it, and without which it has not. A new
+            setting with its own name here leaves the keys of older recipes as they are.
         needs: condition without which it has no effect: `NAME`, `NAME == VALUE` or `NAME != VALUE`,
             joined by ` or `. A name starts in the section or in the recipe; values are as in YAML.
         fixed_by_weights: whether a training that continues from trained weights cannot change it.
@@ -177,8 +178,9 @@ class Section(BaseModel, extra="forbid", frozen=True, validate_default=True, all
         }
 
     def _is_in_key(self, facts: dict[str, Any]) -> bool:
-        condition = facts.get("in_key_with")
-        return "not_in_key" not in facts or bool(condition and not self._unmet(condition, self))
+        if condition := facts.get("in_key_with"):
+            return not self._unmet(condition, self)
+        return "not_in_key" not in facts
 
     def without_effect(
         self, recipe: Section | None = None, prefix: str = ""

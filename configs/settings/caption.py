@@ -131,6 +131,8 @@ class Caption(Section):
     """Device of `model`: see train.device; without a number, all devices of its kind."""
     processes: PositiveInt | None = setting(None, not_in_key="execution", needs="endpoint == null")
     """Captioner processes per machine; null: one per accelerator, one on a CPU."""
+    hosts: PositiveInt | None = setting(None, not_in_key="execution", needs="endpoint == null")
+    """Machines of the recipe's cluster that caption; null: the machine of the flow."""
     dtype: Dtype = setting("bfloat16", needs="endpoint == null")
     """Compute precision of `model`."""
     beam: dict[str, Any] = setting({}, not_in_key="execution")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, FiniteFloat, PositiveFloat, PositiveInt
 
 from configs.settings.base_section import BaseUrl, Dtype, Fraction, ReadUrl, Section, setting
+from configs.settings.evaluate import Prompts, SchedulerName
 
 AestheticColumn = Annotated[
     str | None,
@@ -53,6 +54,46 @@ Where = Annotated[
     ),
 ]
 
+MaskColumn = Annotated[
+    Literal["alpha", "column"] | None,
+    Field(
+        description="Where each picture's mask is, for train.masked_loss: its alpha channel, or "
+        "`mask_column`; null: pictures have none. White is trained on, black is not; a picture "
+        "without a mask is trained on as a whole."
+    ),
+]
+ControlColumn = Annotated[
+    Literal["column"] | None,
+    Field(
+        description="Where each picture's control picture is, for train.method controlnet, such as "
+        "its edges, depth or pose: `control_column`; null: pictures have none."
+    ),
+]
+ControlFiles = Annotated[
+    Literal["files"] | None,
+    Field(
+        description="Where each picture's control picture is, for train.method controlnet, such as "
+        "its edges, depth or pose: a file; null: pictures have none."
+    ),
+]
+MaskFiles = Annotated[
+    Literal["alpha", "files"] | None,
+    Field(
+        description="Where each picture's mask is, for train.masked_loss: its alpha channel, or a "
+        "file; null: pictures have none. White is trained on, black is not; a picture without a "
+        "mask is trained on as a whole."
+    ),
+]
+
+ReferenceColumns = Annotated[
+    tuple[str, ...],
+    Field(
+        description="Columns of the reference pictures of an edit model, in order. A column may "
+        "have lists, of any length; an empty value is no reference. A reference is fetched and "
+        "encoded once for all pictures that have it."
+    ),
+]
+
 
 class UrlSource(Section):
     """Lists of image URLs, with one row per image."""
@@ -70,6 +111,14 @@ class UrlSource(Section):
     sha256_column: str | None = None
     """Column with the sha256 (hex) of the image bytes; null: none. A download with another digest
     is a failed row."""
+    mask: MaskColumn = None
+    mask_column: str = setting("mask", needs="mask == column")
+    """Column with the URL of the picture's mask, which is fetched as pictures are; an empty URL: no
+    mask."""
+    reference_columns: ReferenceColumns = ()
+    control: ControlColumn = None
+    control_column: str = setting("control", needs="control == column")
+    """Column with the URL of the control picture, which is fetched as pictures are."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
     where: Where = None
@@ -93,6 +142,32 @@ class FolderSource(Section):
     """Folder: local path or fsspec URL."""
     caption_column: str = "text"
     """Column of the tables with the caption."""
+    mask: MaskFiles = setting(None, aka="alpha_mask (K): `alpha`, and `train.masked_loss: {}`")
+    mask_folder: ReadUrl | None = setting(
+        None,
+        needs="mask == files",
+        aka=(
+            "conditioning_data_dir (K): of masks, with `mask: files`",
+            "conditioning_type (S): `mask` is `mask: files`, whose pictures are in this folder",
+        ),
+    )
+    """Folder of masks with the names of their pictures, in any format; null: the mask of NAME.jpg
+    is NAME.mask.png or NAME-masklabel.png beside it."""
+    references: Literal["files"] | None = None
+    """Whether pictures have references, for an edit model, as files; null: they have none. Those of
+    NAME.jpg are NAME.ref1.png, NAME.ref2.jpg... beside it."""
+    reference_folders: tuple[ReadUrl, ...] = setting((), needs="references == files")
+    """Folders of references with the names of their pictures, in any format, instead of files
+    beside them; of NAME.jpg, NAME_0.png, NAME_1.png... are several. A picture has those of the
+    first folder first."""
+    control: ControlFiles = None
+    control_folder: ReadUrl | None = setting(
+        None,
+        needs="control == files",
+        aka="conditioning_data_dir (K): of control pictures, with `control: files`",
+    )
+    """Folder of control pictures with the names of their pictures, in any format; null: that of
+    NAME.jpg is NAME.control.png beside it."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
 
@@ -111,6 +186,15 @@ class DatasetSource(Section):
     """Column with the encoded image."""
     caption_column: str = setting("text", aka="caption_column (D)")
     """Column with the caption."""
+    mask: MaskColumn = None
+    mask_column: str = setting("mask", needs="mask == column")
+    """Column with the encoded mask; null in it: no mask."""
+    reference_columns: ReferenceColumns = ()
+    control: ControlColumn = None
+    control_column: str = setting(
+        "control", needs="control == column", aka="conditioning_image_column (D)"
+    )
+    """Column with the encoded control picture."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
     where: Where = None
@@ -128,6 +212,17 @@ class TarsSource(Section):
     caption_column: str | None = "txt"
     """`txt`: the caption is the sample's .txt file. Another name is a key of its json; null: no
     captions."""
+    mask: MaskFiles = None
+    mask_extension: str = setting("mask.png", pattern=r"^[^./][^/]*$", needs="mask == files")
+    """Extension of the mask's file; a sample without one has no mask."""
+    reference_extensions: tuple[str, ...] = ()
+    """Extensions of the files of references, for an edit model, in order, such as `ref1.png`; a
+    sample may lack some."""
+    control: ControlFiles = None
+    control_extension: str = setting(
+        "control.png", pattern=r"^[^./][^/]*$", needs="control == files"
+    )
+    """Extension of the control picture's file."""
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
 
@@ -144,12 +239,53 @@ class DigitsSource(Section):
     """Number of digits in the new style; a larger one adds rows and changes none."""
     rehearsal: int = setting(900, ge=0)
     """Number of pictures in the base's styles, against forgetting."""
+    board: Literal["green", "black"] = "green"
+    """Colour of the board in the new style; the base knows neither."""
+    edit: bool = False
+    """Whether each picture has a reference, the same handwriting in ink. Captions then name the
+    style alone."""
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        """Columns of its list with references."""
+        return ("reference",) if self.edit else ()
+
+
+class DrawnSource(Prompts):
+    """Pictures that the base draws of prompts, once for all runs; their captions are the prompts.
+
+    As of a class, to keep what the base knows: `sources.NAME.regularisation: images`.
+    """
+
+    kind: Literal["drawn"]
+    count: PositiveInt = setting(200, aka="num_class_images (D)")
+    """Number of pictures, which have the prompts in turn. A larger number keeps whole hundreds."""
+    seed: int = setting(0, ge=0, lt=2**63)
+    """Seed of the noise."""
+    scheduler: SchedulerName | None = None
+    """Sampling scheduler; null: that of `evaluate`, as its size, precision and device are."""
+    num_inference_steps: PositiveInt | None = None
+    """Denoising steps; null: those of `evaluate`."""
+    guidance_scale: float | None = setting(None, ge=0)
+    """Guidance scale; null: that of `evaluate`."""
 
 
 Source = Annotated[
-    UrlSource | FolderSource | DatasetSource | TarsSource | DigitsSource,
+    UrlSource | FolderSource | DatasetSource | TarsSource | DigitsSource | DrawnSource,
     Field(discriminator="kind"),
 ]
+
+
+def references_of(source: Any) -> tuple[str, ...]:
+    """The columns, extensions or folders of a source's references; empty if it has none."""
+    match source:
+        case UrlSource() | DatasetSource() | DigitsSource():
+            return source.reference_columns
+        case TarsSource():
+            return source.reference_extensions
+        case FolderSource(references="files"):
+            return source.reference_folders or (source.path,)
+    return ()
 
 
 class Download(Section):
@@ -235,6 +371,40 @@ class Download(Section):
     """Beam pipeline options of this stage, over those of section `beam`."""
 
 
+class Captions(Section):
+    """Changes of the captions to encode. Held-out pictures keep all tags, in their order."""
+
+    replace: dict[str, str] = setting({})
+    """Whole words, or texts of several, and what stands in their place, such as
+    `{sks dog: dog}`."""
+    prompts: tuple[str, ...] = ()
+    """Captions of each picture, in place of its own."""
+    shuffle: bool = setting(False, aka="shuffle_caption (K)")
+    """Shuffle the tags of a caption, those after `keep_tags`."""
+    tag_dropout: Fraction = setting(0.0, aka="caption_tag_dropout_rate (K)")
+    """Probability, 0 to 1, that a tag after `keep_tags` is left out."""
+    keep_tags: int = setting(0, ge=0, needs="shuffle or tag_dropout", aka="keep_tokens (K)")
+    """First tags of a caption that stay first."""
+    separator: str = setting(
+        ",", min_length=1, needs="shuffle or tag_dropout", aka="caption_separator (K)"
+    )
+    """Text between the tags of a caption."""
+    variants: PositiveInt = setting(8, needs="shuffle or tag_dropout")
+    """Variants of each caption that the store holds, drawn by the picture's sha256; a step takes
+    one. With `encode.text: token_ids`, one needs about a kilobyte."""
+    seed: int = setting(0, ge=0, needs="shuffle or tag_dropout")
+    """Seed of the variants."""
+    emphasis: Literal["text", "weights"] = setting("text", aka="weighted_captions (K): weights")
+    """`weights`: in captions and prompts, `(word:1.2)`, `(word)` and `[word]` multiply the
+    embeddings of these tokens, by 1.2, 1.1 and 1 / 1.1; families sd and sdxl. `text`: they are
+    text."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether a caption has variants."""
+        return self.shuffle or self.tag_dropout > 0
+
+
 class Encode(Section):
     """Encode image shards into latent shards: VAE moments and text embeddings."""
 
@@ -243,9 +413,11 @@ class Encode(Section):
     aspect_buckets: bool = setting(False, aka="enable_bucket (K)")
     """Bucket pictures by aspect ratio; false crops all to squares."""
     bucket_step: PositiveInt = setting(
-        64, needs="aspect_buckets", aka="bucket_reso_steps aspect_bucket_rounding (KS)"
+        64,
+        needs="aspect_buckets or has_references",
+        aka="bucket_reso_steps aspect_bucket_rounding (KS)",
     )
-    """Step of the bucket sides, in pixels."""
+    """Step of the sides of buckets and references, in pixels."""
     max_aspect: float = setting(
         2.0, ge=1.0, needs="aspect_buckets", aka="max_bucket_reso min_bucket_reso (K)"
     )
@@ -258,6 +430,8 @@ class Encode(Section):
     masks: int = setting(0, ge=0)
     """Inpainting masks per picture, for train.inpainting; the store holds the latents of each
     masked picture."""
+    reference_pixels: PositiveInt = setting(2**20, not_in_key="content", needs="has_references")
+    """Most pixels of a reference, which keeps its size up to it, and its aspect ratio."""
     seed: int = setting(0, ge=0, needs="crop == random or masks")
     """Seed of the crops and masks, combined with each picture's sha256."""
     holdout: float = setting(
@@ -276,11 +450,33 @@ class Encode(Section):
     """Device: see train.device; without a number, all devices of its kind."""
     processes: PositiveInt | None = setting(None, not_in_key="execution")
     """Encoder processes per machine; null: one per accelerator, one on a CPU."""
+    hosts: PositiveInt | None = setting(None, not_in_key="execution")
+    """Machines of the recipe's cluster that encode; null: the machine of the flow. On a TPU slice
+    it is the number of its hosts."""
     dtype: Dtype = "float32"
     """Compute precision of the encoders."""
     text: Literal["embeddings", "token_ids"] = "embeddings"
     """What the store holds of a caption. With token_ids, each training step runs the text encoders;
     families sd and sdxl."""
+    text_precision: Literal["int8", "nf4"] | None = setting(
+        None,
+        in_key_with="text_precision",
+        needs="text == embeddings",
+        aka="fp8_llm fp8_t5 fp8_vl text_encoder_1_precision text_encoder_2_precision (KS)",
+    )
+    """`int8`, `nf4`: the linear layers of the T5 or language model have 8 or 4 bits, a half or a
+    quarter of the memory; CLIP keeps `dtype`. The evaluation draws with unquantized text encoders,
+    as its users do. Runtime `torch`."""
+    max_tokens: Literal[77, 150, 225] = setting(
+        77, in_key_with="max_tokens != 77", aka="max_token_length (K)"
+    )
+    """Tokens of a caption or prompt that CLIP reads, in chunks of 75 above 77: in training,
+    evaluation and `kiln generate`; families sd and sdxl."""
+    captions: Captions | None = setting(None, in_key_with="captions")
+    """Changes of the captions; null: none."""
+    offload: bool = setting(False, not_in_key="execution")
+    """Keep the weights of the text encoders in the host's memory, and copy each layer to the device
+    when it runs. The embeddings are the same. Runtime `torch`."""
     beam: dict[str, Any] = setting({}, not_in_key="execution")
     """Beam pipeline options of this stage, over those of section `beam`."""
 
@@ -288,3 +484,14 @@ class Encode(Section):
     def text_dtype(self) -> str | None:
         """Dtype of the text encoders that each step runs; None: the store holds embeddings."""
         return self.dtype if self.text == "token_ids" else None
+
+    @property
+    def variants(self) -> int:
+        """Captions that the store holds for each one."""
+        return self.captions.variants if self.captions is not None and self.captions.varies else 1
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How CLIP reads captions: arguments of `Base.open`."""
+        emphasis = "text" if self.captions is None else self.captions.emphasis
+        return {"max_tokens": self.max_tokens, "emphasis": emphasis}

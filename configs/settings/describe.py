@@ -117,6 +117,8 @@ class Describe(Section):
     """Device: see train.device; without a number, all devices of its kind."""
     processes: PositiveInt | None = setting(None, not_in_key="execution")
     """Processes per machine; null: one per accelerator, one on a CPU."""
+    hosts: PositiveInt | None = setting(None, not_in_key="execution")
+    """Machines of the recipe's cluster that describe; null: the machine of the flow."""
     dtype: Dtype = "float32"
     """Compute precision of models of `transformers`."""
     max_bad: Fraction = setting(0.05, not_in_key="limit")

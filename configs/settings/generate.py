@@ -7,7 +7,7 @@ from pydantic import PositiveInt, ValidationError
 
 from configs.errors import Refused
 from configs.explain_errors import explain
-from configs.settings.base_section import ModelPlace, StoredUrl, setting
+from configs.settings.base_section import ModelPlace, ReadFile, StoredUrl, setting
 from configs.settings.evaluate import Prompts, Sampling
 from configs.settings.recipe import RuntimeName
 
@@ -24,6 +24,17 @@ class Generate(Prompts, Sampling):
     hub id, or fsspec URL."""
     negative_prompt: str | None = None
     """Negative prompt of classifier-free guidance; null: the empty prompt."""
+    references: tuple[str, ...] = setting((), not_in_key="content")
+    """Files of reference pictures, in order, for a model of a family that reads them. They are the
+    same for every prompt."""
+    reference_pixels: PositiveInt | None = setting(None, in_key_with="references")
+    """Largest area of a reference, in pixels; null: that of the model's recipe (encode), without a
+    recipe 1024 x 1024."""
+    reference_step: PositiveInt | None = setting(None, in_key_with="references")
+    """Divisor of a reference's sides, in pixels; null: encode.bucket_step of the model's recipe,
+    without a recipe the least that the model supports."""
+    control: tuple[ReadFile, ...] = setting((), not_in_key="content")
+    """Files of control pictures, for a ControlNet: one for all prompts, or one for each."""
     num_images_per_prompt: PositiveInt = 4
     """Pictures per prompt and round; also the batch size."""
     num_rounds: PositiveInt = 1

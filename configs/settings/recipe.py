@@ -1,22 +1,32 @@
 """A recipe: its sections, and the rules between them.
 
-The sections `model`, `place`, `plan`, `publish`, `retrain`, `sweep` and `tpu` are defined here,
-the larger ones in files of their own. A warning names settings that another one disables, and no
+The sections `model`, `place`, `plan`, `publish`, `retrain` and `sweep` are defined here, the larger
+ones in files of their own. A warning names settings that another one disables, and no
 key has them.
 """
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 from configs.settings.base_section import Dtype, ModelPlace, NullDrops, Section, StoredUrl, setting
 from configs.settings.caption import Caption
-from configs.settings.data import Download, Encode, Source
+from configs.settings.clusters import SOFTWARE, AnyCluster, Kubernetes, Ray, Slurm, Ssh, Tpu
+from configs.settings.data import Download, Encode, Source, references_of
 from configs.settings.describe import Describe
 from configs.settings.evaluate import Evaluate
 from configs.settings.select import Select
+from configs.settings.sources import NAME as SOURCE_NAME
+from configs.settings.sources import SECTIONS, MixtureSource, faults_between, merged, own_sections
 from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS, Hpu, MindSpore
 
@@ -112,11 +122,26 @@ class Model(Section):
     """The base model: a diffusers pipeline."""
 
     path: ModelPlace = setting(aka="pretrained_model_name_or_path (DKS)")
-    """Pipeline folder: hub id, local path or fsspec URL (gs://, s3://)."""
+    """Pipeline folder: hub id, local path or fsspec URL (gs://, s3://). Or a checkpoint file
+    `.safetensors` of SD 1 and 2, SDXL or FLUX.1: local path or URL; it is converted once."""
     revision: str | None = setting(None, aka="revision (DS)")
     """Branch, tag or commit of a hub id."""
+    components: ModelPlace | None = None
+    """For a checkpoint file: pipeline folder with the configs, and with the parts that the file
+    lacks, such as FLUX.1's text encoders: hub id or local path; null: the published pipeline of the
+    file's architecture, on the hub."""
     vae: ModelPlace | None = setting(None, aka="pretrained_vae_model_name_or_path vae (DKS)")
     """AutoencoderKL to use instead of the pipeline's: hub id, path or fsspec URL."""
+
+    @model_serializer(mode="wrap")
+    def _without_unused_components(
+        self, serialize: Callable[[Self], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """A folder's settings lack `components`: keys of publications have them."""
+        values = serialize(self)
+        if self.components is None:
+            del values["components"]
+        return values
 
 
 #: Stages that a work pool can run; publishing takes seconds, and stays with the flow.
@@ -153,8 +178,12 @@ class Plan(Section):
 
     pictures: PositiveInt | None = None
     """Pictures in the dataset; null: storage per picture."""
+    references: PositiveInt | None = setting(None, needs="has_references")
+    """References of a picture in a planned step; null: one for each column, folder or extension."""
     chip_hour_price: PositiveFloat | None = None
     """Price per chip and hour, in any currency; null: no cost estimate."""
+    network_gbits: PositiveFloat = 100.0
+    """Network of each host of train.hosts, in Gbit/s."""
     disk_gb: float | None = setting(None, ge=0)
     """Disk that a run needs, in GB, where its estimate is wrong; 0: no check of the free disk;
     null: the estimate."""
@@ -208,84 +237,20 @@ class Sweep(Section):
         return values
 
 
-#: Default software version by kind of accelerator, from Cloud TPU's page "TPU software versions".
-#: A version is valid for its own kinds only.
-SOFTWARE = {
-    "v2": "tpu-ubuntu2204-base",
-    "v3": "tpu-ubuntu2204-base",
-    "v4": "tpu-ubuntu2204-base",
-    "v5litepod": "v2-alpha-tpuv5-lite",
-    "v5p": "v2-alpha-tpuv5",
-    "v6e": "v2-alpha-tpuv6e",
-}
-
-
-class Tpu(Section):
-    """A Cloud TPU slice, created by gcloud before training and deleted after it."""
-
-    name: str = setting(pattern=r"^[a-z][-a-z0-9]*$", max_length=60)
-    """Name of the slice."""
-    zone: str
-    """Google Cloud zone, such as us-east5-a."""
-    project: str | None = None
-    """Google Cloud project; null: gcloud's configured one."""
-    accelerator_type: str
-    """Kind and size of the slice, such as v5p-8."""
-    version: str | None = None
-    """Software version of the workers; null: the default of the kind."""
-    capacity: Literal["on_demand", "reserved", "spot"] = "on_demand"
-    """Provisioning model; a spot slice can be preempted."""
-    queued: bool = False
-    """Request the slice as a queued resource and wait."""
-    network: str | None = None
-    """VPC network; null: the project's default."""
-    subnetwork: str | None = None
-    """Subnetwork; null: the network's default."""
-    service_account: str | None = None
-    """Service account of the workers, with read and write access to the store; null: the project's
-    default."""
-    libtpu_args: str = ""
-    """LIBTPU_INIT_ARGS of the training processes."""
-    keep: bool = False
-    """Keep the slice after training."""
-    restarts: int = setting(20, ge=0)
-    """Maximum restarts after a preemption, each from the last checkpoint."""
-
-    @property
-    def kind(self) -> str:
-        """The prefix of the accelerator type, such as v5p."""
-        return self.accelerator_type.partition("-")[0]
-
-    @property
-    def software(self) -> str:
-        """The software version for gcloud. Raises KeyError if an unknown kind has no version."""
-        return self.version or SOFTWARE[self.kind]
-
-    def faults(self) -> Iterator[str]:
-        if self.kind == "v5e":
-            name = self.accelerator_type.replace("v5e", "v5litepod")
-            yield f"accelerator_type {self.accelerator_type}: gcloud calls it {name}"
-        known = SOFTWARE.get(self.kind)
-        if known is None and self.version is None:
-            yield (
-                f"accelerator_type {self.accelerator_type}: set version too "
-                f"(only {', '.join(SOFTWARE)} have a default)"
-            )
-        if known is not None and self.version in {*SOFTWARE.values()} - {known}:
-            yield (
-                f"version {self.version} does not support {self.accelerator_type}: "
-                f"leave it at null ({known})"
-            )
-
-
 RuntimeName = Literal["torch", "xla", "jax", "mindspore"]
 #: The stages of a run, in their order.
 StageName = Literal[
     "download", "describe", "select", "caption", "encode", "train", "evaluate", "publish"
 ]
 STAGES: tuple[StageName, ...] = get_args(StageName)
+#: Stages that a mixture has for each of its sources.
+DATA_STAGES: tuple[StageName, ...] = ("download", "describe", "select", "caption", "encode")
 #: Stages that a run has if its recipe has their section.
 OPTIONAL_STAGES: tuple[StageName, ...] = ("describe", "select", "caption")
+
+
+#: Sections of clusters whose machines run our agents.
+CLUSTERS = ("slurm", "ssh", "kubernetes", "ray", "tpu")
 
 
 class Recipe(Section):
@@ -305,8 +270,12 @@ class Recipe(Section):
     """Artifact store: folder or fsspec URL."""
     model: Model = setting(not_in_key="content")
     source: Source = setting(
-        not_in_key="content", aka="dataset_config data_backend_config (KS): one source per recipe"
+        None, not_in_key="content", validate_default=False, exclude_if=lambda source: source is None
     )
+    sources: Annotated[dict[str, MixtureSource], NullDrops] = setting(
+        {}, exclude_if=lambda sources: not sources, aka="dataset_config data_backend_config (KS)"
+    )
+    """Name -> source of a mixture, instead of `source`."""
     download: Download = Download()
     beam: dict[str, Any] = setting({}, not_in_key="execution")
     """Beam pipeline options of the stages download, describe, caption and encode, such as runner
@@ -326,7 +295,16 @@ class Recipe(Section):
     )
     train: Train = Train()
     tpu: Tpu | None = setting(None, not_in_key="execution")
-    """Cloud TPU slice for runtime xla; null: train on the flow's machine."""
+    """Cloud TPU slice that trains, with runtime jax or xla; null: none."""
+    slurm: Slurm | None = setting(None, not_in_key="execution")
+    """Slurm cluster whose hosts train; null: none, or the one of this machine for a stage's
+    `hosts`."""
+    ssh: Ssh | None = setting(None, not_in_key="execution")
+    """Machines reached by ssh that train; null: none."""
+    kubernetes: Kubernetes | None = setting(None, not_in_key="execution")
+    """Kubernetes cluster whose pods train; null: none."""
+    ray: Ray | None = setting(None, not_in_key="execution")
+    """Ray cluster whose nodes train; null: none, or that of RAY_ADDRESS for a stage's `hosts`."""
     evaluate: Evaluate = setting(
         aka="validation_guidance validation_num_inference_steps (S): guidance_scale, "
         "num_inference_steps"
@@ -337,14 +315,94 @@ class Recipe(Section):
     plan: Plan = setting(Plan(), not_in_key="command")
 
     @property
+    def cluster(self) -> AnyCluster | None:
+        """The section of the cluster that trains; None without one."""
+        return next(iter(self._clusters.values()), None)
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether other machines than the flow's train."""
+        return self.train.hosts > 1 or self.cluster is not None
+
+    def hosts_of(self, stage: StageName) -> int | None:
+        """Machines of the cluster that compute a stage; None: the flow's machine does."""
+        if stage == "train":
+            return self.train.hosts if self.trains_elsewhere else None
+        hosts: int | None = getattr(getattr(self, stage, None), "hosts", None)
+        return hosts
+
+    @property
+    def _clusters(self) -> dict[str, AnyCluster]:
+        sections = {name: getattr(self, name) for name in CLUSTERS}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    @property
     def stages(self) -> tuple[StageName, ...]:
         """The stages of a run of this recipe, in their order."""
-        without = [name for name in OPTIONAL_STAGES if getattr(self, name) is None]
+        parts = self.by_source.values()
+        without = [n for n in OPTIONAL_STAGES if all(getattr(part, n) is None for part in parts)]
         return tuple(stage for stage in STAGES if stage not in without)
 
+    def of_source(self, name: str) -> Self:
+        """The recipe of one source of the mixture, which `source` and its own sections have."""
+        settings = self.model_dump(exclude={"sources"})
+        settings["train"]["masked_loss"] = None  # another source may have the masks
+        settings["train"]["reference_dropout_rate"] = 0.0  # or the references
+        own = own_sections(self.sources, name)
+        return type(self).model_validate(merged(settings, own))
+
+    @property
+    def by_source(self) -> dict[str, Self]:
+        """Name -> recipe of each source of the mixture; without one, "" -> this recipe."""
+        return {name: self.of_source(name) for name in self.sources} or {"": self}
+
+    @property
+    def largest_resolution(self) -> int:
+        """Of all sources, in pixels."""
+        return max(part.encode.resolution for part in self.by_source.values())
+
+    @property
+    def learnt(self) -> list[str]:
+        """The sources without regularisation, whose pictures an evaluation compares with."""
+        return [name for name, source in self.sources.items() if source.regularisation is None]
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether pictures of a source have masks."""
+        return any(getattr(part.source, "mask", None) for part in self.by_source.values())
+
+    @property
+    def has_references(self) -> bool:
+        """Whether pictures of a source have references."""
+        return any(references_of(part.source) for part in self.by_source.values())
+
+    @property
+    def mixture(self) -> dict[str, dict[str, Any]]:
+        """Name -> how much each source of the mixture counts, as TrainJob.mixture."""
+        return {
+            name: source.model_dump(mode="json", exclude={*SECTIONS, "like"})
+            for name, source in self.sources.items()
+        }
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether a source of the mixture has the frozen base's prediction as its target."""
+        return any(source.regularisation == "prior" for source in self.sources.values())
+
     def faults(self) -> Iterator[str]:
-        yield from self._faults_of_extra_inputs()
-        yield from self._faults_of_selection()
+        yield from self._faults_of_prior()
+        if self.train.method == "controlnet":
+            yield from self._faults_of_control()
+        if self.sources:
+            yield from self._faults_of_sources()
+        else:
+            if self.source is None:
+                yield "source: missing; set it, or sources for a mixture"
+            yield from self._faults_of_extra_inputs()
+            yield from self._faults_of_selection()
+        yield from self._faults_of_references()
+        if self.train.masked_loss is not None and not self.has_masks:
+            yield "train.masked_loss requires masks: set source.mask"
         runtime = f"runtime: {self.runtime}"
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
             yield f"train.mindspore requires runtime mindspore, not {self.runtime}"
@@ -352,11 +410,23 @@ class Recipe(Section):
             yield "train.mixed_precision: fp16 requires runtime mindspore: set bf16"
         if self.train.hpu != Hpu() and not self.train.device.startswith("hpu"):
             yield f"train.hpu requires train.device: hpu, not {self.train.device}"
+        if self.encode.reading["emphasis"] == "weights" and (
+            self.encode.text == "token_ids" or self.train.train_text_encoder
+        ):
+            yield (
+                "encode.captions.emphasis: weights multiplies stored embeddings: set encode.text: "
+                "embeddings and train.train_text_encoder: false, or emphasis: text"
+            )
         if self.runtime != "torch":
-            of_torch = ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic")
-            self.train.refuse_changed(of_torch, runtime)
+            kernels = ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic")
+            self.train.refuse_changed((*kernels, "stream_blocks", "memory"), runtime)
             self.train.lora.refuse_changed(("base_precision",), runtime)
             self.evaluate.refuse_changed(("offload",), runtime)
+            self.encode.refuse_changed(("offload", "text_precision"), runtime)
+        if self.encode.device.startswith(("hpu", "npu")):
+            self.encode.refuse_changed(("offload",), f"device: {self.encode.device}")
+        if self.runtime == "mindspore":
+            self.train.lora.refuse_changed(("assistant",), runtime)
         if self.evaluate.device.startswith(("hpu", "npu")):
             self.evaluate.refuse_changed(("offload",), f"device: {self.evaluate.device}")
         describers = self.describe.describers.values() if self.describe else ()
@@ -366,8 +436,81 @@ class Recipe(Section):
                 "caption.checks.min_likeness requires embeddings of pictures: add a describer of "
                 "kind clip to describe.describers"
             )
-        if self.tpu is not None and self.runtime != "xla":
-            yield f"tpu requires runtime xla, not {self.runtime}"
+        if len(self._clusters) > 1:
+            names = ", ".join(self._clusters)
+            yield f"{names}: a training has one cluster: set the others to null"
+        if self.ssh is not None and len(self.ssh.hosts) != self.train.hosts:
+            yield f"train.hosts: ssh.hosts names {len(self.ssh.hosts)} machines: set as many"
+        for stage in ("describe", "caption", "encode", "evaluate"):
+            hosts = self.hosts_of(stage) or 0
+            if self.ssh is not None and hosts > len(self.ssh.hosts):
+                yield f"{stage}.hosts: ssh.hosts names {len(self.ssh.hosts)} machines: lower it"
+        if self.tpu is not None:
+            yield from self._faults_of_slice(self.tpu)
+
+    def _faults_of_slice(self, tpu: Tpu) -> Iterator[str]:
+        """What a slice of the cloud cannot run."""
+        if tpu.kind in SOFTWARE and self.train.hosts > 1:
+            yield "train.hosts: the hosts of a slice are those of tpu.accelerator_type: set 1"
+        if self.runtime not in ("jax", "xla"):
+            yield f"tpu requires runtime jax or xla, not {self.runtime}"
+
+    def _faults_of_prior(self) -> Iterator[str]:
+        """Settings without a frozen base that could predict targets."""
+        if not self.has_prior:
+            return
+        if self.train.init == "random":
+            yield "regularisation: prior keeps what the base knows: set train.init to base"
+        if self.train.method == "lora" and self.train.hpu.graphs:
+            yield (
+                "regularisation: prior switches adapters off, which a recorded HPU graph does not: "
+                "set train.hpu.graphs to false"
+            )
+
+    def _faults_of_references(self) -> Iterator[str]:
+        """What does not go with references."""
+        if not self.has_references:
+            if self.train.reference_dropout_rate:
+                words = "requires references: set source.reference_columns"
+                yield f"train.reference_dropout_rate {words}"
+            return
+        if self.runtime not in ("torch", "jax"):
+            yield f"source: references require runtime torch or jax, not {self.runtime}"
+        if self.train.inpainting:
+            yield "train.inpainting: an edit model has references instead: set one of the two"
+        parts = self.by_source.values()
+        if any(part.encode.flip for part in parts if references_of(part.source)):
+            yield "encode.flip would mirror pictures and not their references: set false"
+
+    def _faults_of_control(self) -> Iterator[str]:
+        """A ControlNet without control pictures, or where it cannot be trained."""
+        if not self.sources and getattr(self.source, "control", None) is None:
+            yield "train.method: controlnet requires control pictures: set source.control"
+        if self.runtime != "torch":
+            yield f"train.method: controlnet requires runtime torch, not {self.runtime}"
+        if self.has_prior:
+            yield "regularisation: prior keeps what a denoiser knows, which controlnet freezes"
+        if self.train.hpu.graphs:
+            yield "train.method: controlnet requires train.hpu.graphs: false"
+        if self.evaluate.hosts is not None:  # which lack the files of control pictures
+            yield "train.method: controlnet requires evaluate.hosts: null"
+
+    def _faults_of_sources(self) -> Iterator[str]:
+        """What is wrong with the mixture, or with the recipe of one of its sources."""
+        if self.source is not None:
+            yield "source and sources: set one, a single source or a mixture"
+        for name in self.sources:
+            if not re.fullmatch(SOURCE_NAME, name):
+                words = "a name has small letters, digits, _ and -, and is not level1 to level8"
+                yield f"sources.{name}: {words}"
+        yield from faults_between(self.sources)
+        for name in self.sources:
+            try:
+                self.of_source(name)
+            except ValidationError as error:
+                from configs.explain_errors import explain  # which has all sections of a recipe
+
+                yield explain(f"sources.{name}", error, own_sections(self.sources, name))
 
     def _faults_of_selection(self) -> Iterator[str]:
         """Describers of duplicates and clusters that there are not."""
@@ -403,9 +546,23 @@ class Recipe(Section):
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def warnings_without_effect(recipe: Section) -> list[str]:
-    """A line for each setting without effect."""
-    return [f"{name} has no effect with {why}" for name, why in recipe.without_effect()]
+def warnings_without_effect(recipe: Recipe) -> list[str]:
+    """A line for each setting without effect, or with next to none."""
+    lines = [f"{name} has no effect with {why}" for name, why in recipe.without_effect()]
+    if recipe.train.masked_loss is None and recipe.has_masks:
+        lines.append("source.mask: its masks are not trained with: set train.masked_loss to {}")
+    controlled = [getattr(part.source, "control", None) for part in recipe.by_source.values()]
+    if any(controlled) and recipe.train.method != "controlnet":
+        lines.append("source.control: its pictures are not used: set train.method to controlnet")
+    if recipe.train.sample_every_n_steps and not recipe.evaluate.has_samples:
+        lines.append(
+            "train.sample_every_n_steps draws nothing, since all prompts have references or are "
+            "held_out: add a prompt without to evaluate.prompts, or set it to 0"
+        )
+    rate = recipe.train.learning_rate
+    if recipe.train.optimizer == "prodigy" and rate < 0.1:
+        lines.append(f"train.learning_rate: {rate:g} is a factor with optimizer: prodigy: set 1")
+    return lines
 
 
 def with_defaults_without_effect(recipe: AnySection) -> AnySection:

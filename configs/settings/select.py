@@ -18,9 +18,9 @@ class Duplicates(Section):
     null: they are not."""
     distance: Annotated[int, Field(ge=0, le=20)] = setting(10, needs="perceptual")
     """Maximum number of bits, of 64, in which the hashes of duplicates differ."""
-    min_correlation: Annotated[float, Field(gt=0.0, le=1.0)] = setting(0.9, needs="perceptual")
-    """Correlation of thumbnails from which pictures with near hashes are duplicates. 0.8 finds more
-    copies that were cropped; drawings, which are alike, need 0.96."""
+    min_correlation: Annotated[float, Field(gt=0.0, le=1.0)] = setting(0.94, needs="perceptual")
+    """Correlation of thumbnails from which pictures with near hashes are duplicates. 0.92 finds
+    more copies that were cropped; drawings, which are alike, need 0.985."""
     semantic: str | None = None
     """Describer with embeddings: pictures with similar ones are duplicates; null: they are not."""
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = setting(0.95, needs="semantic")

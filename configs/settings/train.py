@@ -11,20 +11,33 @@ from configs.settings import train_parts
 from configs.settings.base_section import Fraction, Section, setting
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+#: Optimizers with AdamW's betas and epsilon; the others have those of their papers.
+WITH_ADAM = " or ".join(
+    f"optimizer == {name}"
+    for name in ("adamw", "adamw_8bit", "adamw_schedule_free", "muon", "prodigy")
+)
 
 
 class Train(Section):
     """The training run."""
 
-    method: Literal["full", "lora"] = setting(
+    method: Literal["full", "lora", "controlnet"] = setting(
         "full",
         fixed_by_weights=True,
         plan="gpu tpu",
-        aka="network_module lora_type model_type (KS): `full` or `lora`",
+        aka="network_module lora_type model_type (KS): `full`, `lora` or `controlnet`",
     )
-    """Train all weights of the denoiser (full) or LoRA adapters (lora)."""
+    """Train all weights of the denoiser (full), LoRA adapters (lora), or a ControlNet beside the
+    frozen denoiser, whose control pictures are those of `source.control` (controlnet)."""
     lora: train_parts.Lora = setting(
         train_parts.Lora(), needs="method == lora", fixed_by_weights=True, plan="gpu tpu"
+    )
+    controlnet: train_parts.ControlNet = setting(
+        train_parts.ControlNet(),
+        needs="method == controlnet",
+        in_key_with="method == controlnet",
+        fixed_by_weights=True,
+        plan="gpu",
     )
     train_text_encoder: bool = setting(
         False, fixed_by_weights=True, plan="gpu tpu", aka="train_text_encoder (DKS)"
@@ -73,17 +86,37 @@ class Train(Section):
     """Samples per forward pass of a process, which has one GPU or NPU, or all chips of a TPU host;
     null: its whole share. Smaller values accumulate gradients."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = setting(
+    optimizer: Literal[
+        "adamw",
+        "adamw_8bit",
+        "adamw_schedule_free",
+        "adafactor",
+        "came",
+        "lion",
+        "lion_8bit",
+        "muon",
+        "prodigy",
+    ] = setting(
         "adamw",
         plan="gpu tpu",
         aka=(
             "optimizer_type (K): `adafactor` is theirs with `scale_parameter=False "
-            "relative_step=False`",
+            "relative_step=False`; `prodigy` is theirs with `use_bias_correction=True "
+            "safeguard_warmup=True`",
             "use_8bit_adam (DK): `adamw_8bit`",
+            "use_lion_optimizer (K): `lion`",
         ),
     )
-    """AdamW (arXiv 1711.05101), AdamW with 8-bit moments (arXiv 2110.02861), or Adafactor (arXiv
-    1804.04235) at an absolute learning rate."""
+    """AdamW (arXiv 1711.05101); with 8-bit moments (arXiv 2110.02861); schedule-free (arXiv
+    2405.15682), which publishes its own average; Adafactor (arXiv 1804.04235) at an absolute
+    learning rate; CAME (arXiv 2307.02047); Lion (arXiv 2302.06675); Muon for matrices at AdamW's
+    learning rate (arXiv 2502.16982), with AdamW for the rest; or Prodigy (arXiv 2306.06101), whose
+    learning_rate is a factor, usually 1."""
+    fused_backward: bool = setting(
+        False, not_in_key="execution", plan="gpu", aka="fused_backward_pass (K)"
+    )
+    """Update each weight within the backward pass, and free its gradient at once. It requires
+    max_grad_norm: null, one micro-batch per step and one process. The result does not change."""
     learning_rate: PositiveFloat = setting(1e-5, aka=("learning_rate unet_lr (DKS)", "lr (P)"))
     """Peak learning rate."""
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
@@ -115,12 +148,10 @@ class Train(Section):
     weight_decay: float = setting(0.01, ge=0, aka="adam_weight_decay (DS)")
     """Decoupled weight decay."""
     adam_betas: tuple[Decay, Decay] = setting(
-        (0.9, 0.999), needs="optimizer != adafactor", aka="adam_beta1 adam_beta2 (DS)"
+        (0.9, 0.999), needs=WITH_ADAM, aka="adam_beta1 adam_beta2 (DS)"
     )
     """AdamW's beta1 and beta2."""
-    adam_epsilon: PositiveFloat = setting(
-        1e-8, needs="optimizer != adafactor", aka="adam_epsilon (DS)"
-    )
+    adam_epsilon: PositiveFloat = setting(1e-8, needs=WITH_ADAM, aka="adam_epsilon (DS)")
     """AdamW's epsilon."""
     max_grad_norm: PositiveFloat | None = setting(1.0, plan="gpu tpu", aka="max_grad_norm (DKS)")
     """Maximum L2 norm of the gradient; null: no clipping."""
@@ -153,6 +184,14 @@ class Train(Section):
         "(SNR + 1)",
     )
     """Weight the loss by 1 / sqrt(SNR) (arXiv 2310.08442); no snr_gamma."""
+    loss: Literal["mse", "huber", "smooth_l1"] = setting(
+        "mse", in_key_with="loss != mse", aka="loss_type (DKS): `l2` is `mse`"
+    )
+    """Mean squared error; pseudo-Huber, which outliers affect less: of an error e, 2 d (sqrt(e^2 +
+    d^2) - d); or smooth_l1, that divided by d. Section `huber` has d. Held-out losses are mse."""
+    huber: train_parts.Huber = setting(
+        train_parts.Huber(), needs="loss != mse", in_key_with="loss != mse"
+    )
     weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = setting(
         "none", aka="weighting_scheme (DK): sampling: train.timesteps"
     )
@@ -162,6 +201,13 @@ class Train(Section):
     input_perturbation: float = setting(0.0, ge=0, aka="input_perturbation ip_noise_gamma (DKS)")
     """Scale of extra noise on the model's input (arXiv 2301.11706)."""
     timesteps: train_parts.TimestepSampling = train_parts.TimestepSampling()
+    masked_loss: train_parts.MaskedLoss | None = setting(
+        None,
+        in_key_with="masked_loss",
+        aka="masked_loss masked_training (KO): `{}`, and `source.mask`",
+    )
+    """Train on what the masks of `source.mask` show; `{}`: on nothing else. null: on whole
+    pictures."""
     guidance_scale: float = setting(
         1.0,
         ge=0,
@@ -174,6 +220,8 @@ class Train(Section):
         0.0, aka="proportion_empty_prompts caption_dropout_rate caption_dropout_probability (DKS)"
     )
     """Fraction of samples, 0 to 1, with an empty caption."""
+    reference_dropout_rate: Fraction = setting(0.0, in_key_with="reference_dropout_rate")
+    """Fraction of batches, 0 to 1, without their references: a batch has samples of one shape."""
 
     mixed_precision: Literal["no", "bf16", "fp16"] = setting(
         "no",
@@ -193,6 +241,21 @@ class Train(Section):
     """What the backward pass recomputes, to save memory: all activations of each block (blocks), or
     all but the outputs of convolutions, of products with weights and of PyTorch's and TPUs'
     attention kernels (selective). Compiled blocks treat selective as none."""
+    stream_blocks: int | Literal["auto"] = setting(
+        0,
+        not_in_key="execution",
+        plan="run",
+        aka="blocks_to_swap (K): copied to the device alone, never back",
+    )
+    """Number of the frozen denoiser's transformer blocks in pinned host memory, copied ahead to two
+    buffers on the device; more than there are: all; auto: by the plan, the fewest that fit this
+    machine's GPU, or 0. The result does not change. It requires method: lora and
+    gradient_checkpointing: blocks. Runtime `torch`."""
+    memory: Literal["auto"] | None = setting(None, not_in_key="execution")
+    """auto: if the recipe does not fit this machine's GPU, take the fastest settings that `kiln
+    plan` advises for it, except method: lora. Those that change the result, such as
+    lora.base_precision, are kept for all later runs of the recipe in the store; null: the recipe's
+    own. Runtime `torch`."""
     compile: Literal["auto", "none", "blocks", "denoiser"] = setting(
         "auto", not_in_key="execution", plan="tpu"
     )
@@ -221,7 +284,17 @@ class Train(Section):
     processes: PositiveInt = setting(
         1, not_in_key="execution", in_key_with="lora.dropout", plan="run", aka="num_processes (DKS)"
     )
-    """Training processes on this machine, one per GPU or NPU."""
+    """Training processes of each host, one per GPU or NPU."""
+    hosts: PositiveInt = setting(
+        1,
+        not_in_key="execution",
+        in_key_with="lora.dropout",
+        plan="run",
+        exclude_if=lambda hosts: hosts == 1,  # keys of older recipes lack it
+        aka="num_machines (D): of accelerate's configuration",
+    )
+    """Machines that train together, each with `processes`; the recipe's section of a cluster, such
+    as slurm, says which."""
     mindspore: train_parts.MindSpore = setting(train_parts.MindSpore(), not_in_key="execution")
     hpu: train_parts.Hpu = setting(train_parts.Hpu(), not_in_key="execution")
     fsdp: PositiveInt | Literal["all"] = setting(
@@ -314,10 +387,14 @@ class Train(Section):
             yield "loss_scale requires mixed_precision: fp16"
         if self.method == "lora" and self.init == "random":
             yield "init: random requires method: full"
+        if self.method == "controlnet":
+            yield from self._faults_of_control()
         if self.denoiser_config is not None and self.init != "random":
             yield "denoiser_config requires init: random"
         if self.text_encoder_lr is not None and not self.train_text_encoder:
             yield "text_encoder_lr requires train_text_encoder: true"
+        if self.masked_loss is not None and self.inpainting:
+            yield "masked_loss requires inpainting: false, whose masks are others"
         if self.epochs is not None:
             if "steps" in self.model_fields_set:
                 yield "epochs and steps exclude each other: remove one of them"
@@ -328,30 +405,88 @@ class Train(Section):
             )
         yield from self._faults_of_checkpoint_scores()
         yield from self._faults_of_cuda_graphs()
+        yield from self._faults_of_streaming()
+        yield from self._faults_of_optimizer()
         if self.attention in ("flash", "flash_3", "cudnn") and self.mixed_precision == "no":
             yield f"attention: {self.attention} requires mixed_precision: bf16"
         if self.attention == "cudnn" and self.deterministic:
             yield "attention: cudnn requires deterministic: false"
-        if self.global_batch_size % self.processes:
+        if self.global_batch_size % self.world_size:
             yield (
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "
-                f"({self.processes})"
+                f"({self.world_size}, on all hosts)"
+            )
+        group = self.shard_group
+        if self.hosts > 1 and self.processes % group and group % self.processes:
+            yield (
+                f"fsdp: groups of {group} begin within a host of {self.processes} processes: set a "
+                "divisor or a multiple of processes"
             )
         if self.fsdp != 1 and self.optimizer != "adamw":
             yield f"optimizer {self.optimizer} requires unsharded weights: set fsdp to 1"
         if self.fsdp != 1 and self.method == "lora" and self.lora.base_precision is not None:
             yield "lora.base_precision requires unsharded weights: set fsdp to 1"
 
+    def _faults_of_control(self) -> Iterator[str]:
+        """Settings that change the denoiser, which is frozen, or that it is not trained with."""
+        if self.init == "random":
+            yield "init: random requires method: full"
+        changing = ("train_text_encoder", "inpainting", "aesthetic_score")
+        for name in changing:
+            if getattr(self, name):
+                yield f"{name} requires method: full or lora: set false"
+        if self.fsdp != 1:
+            yield "method: controlnet requires unsharded weights: set fsdp to 1"
+
+    def _faults_of_optimizer(self) -> Iterator[str]:
+        """Settings that the optimizer, or its step within the backward pass, excludes."""
+        is_schedule_free = self.optimizer == "adamw_schedule_free"
+        if is_schedule_free and self.lr_scheduler != "constant":
+            yield "optimizer: adamw_schedule_free requires lr_scheduler: constant"
+        if is_schedule_free and self.ema_decay is not None:
+            yield "optimizer: adamw_schedule_free has an average of its own: set ema_decay to null"
+        if is_schedule_free and not self.adam_betas[0]:
+            yield "optimizer: adamw_schedule_free requires an adam_betas[0] above 0"
+        if self.optimizer == "prodigy" and self.text_encoder_lr is not None:
+            yield "optimizer: prodigy has one learning rate: set text_encoder_lr to null"
+        if not self.fused_backward:
+            return
+        if self.optimizer in ("prodigy", "adamw_schedule_free"):
+            yield f"fused_backward: {self.optimizer} updates all weights at once: set false"
+        if self.max_grad_norm is not None:
+            yield "fused_backward requires max_grad_norm: null"
+        if self.micro_batch(1) < self.global_batch_size:
+            yield "fused_backward requires one micro-batch per step: set micro_batch_size to null"
+        if self.world_size > 1 or self.fsdp != 1:
+            yield "fused_backward requires processes: 1 and fsdp: 1"
+        if self.cuda_graphs:
+            yield "fused_backward requires cuda_graphs: false"
+
     def _faults_of_cuda_graphs(self) -> Iterator[str]:
         """Settings whose step has operations that CUDA cannot capture."""
         if not self.cuda_graphs:
             return
-        if self.processes > 1:
+        if self.world_size > 1:
             yield "cuda_graphs requires processes: 1"
         if self.gradient_checkpointing != "none":
             yield "cuda_graphs requires gradient_checkpointing: none"
         if self.method == "lora" and self.lora.dropout:
             yield "cuda_graphs requires lora.dropout: 0"
+
+    def _faults_of_streaming(self) -> Iterator[str]:
+        """Settings with which no block can be streamed, or streaming saves nothing."""
+        if not self.stream_blocks:
+            return
+        if self.stream_blocks != "auto" and self.stream_blocks < 3:
+            yield "stream_blocks below 3 saves nothing, since two blocks are on the device: set 0"
+        if self.method != "lora":
+            yield "stream_blocks requires method: lora, whose blocks are frozen"
+        if self.gradient_checkpointing != "blocks":
+            yield "stream_blocks requires gradient_checkpointing: blocks"
+        if self.compile == "denoiser":
+            yield "stream_blocks requires compile: auto, none or blocks"
+        if self.world_size > 1 or self.fsdp != 1:
+            yield "stream_blocks requires processes: 1 and fsdp: 1"
 
     def _faults_of_checkpoint_scores(self) -> Iterator[str]:
         """Settings with which a checkpoint has no score for the rule that ranks it."""
@@ -383,6 +518,23 @@ class Train(Section):
         steps = max(1, math.ceil(epochs * samples / self.global_batch_size))
         return self.model_copy(update={"steps": steps, "epochs": None})
 
+    @property
+    def world_size(self) -> int:
+        """Training processes of all hosts."""
+        return self.hosts * self.processes
+
+    @property
+    def shard_group(self) -> int:
+        """Processes that share the weights by FSDP, where each has a device; 1: none do."""
+        if self.world_size == 1:
+            return 1
+        return self.world_size if self.fsdp == "all" else self.fsdp
+
+    @property
+    def hosts_of_group(self) -> int:
+        """Hosts of a shard group; above 1, weights are gathered across hosts."""
+        return -(-self.shard_group // self.processes)
+
     def micro_batch(self, ranks: int) -> int:
         """Samples of a micro-batch on each of `ranks` processes; the last may have fewer."""
         share = self.global_batch_size // ranks
@@ -394,9 +546,26 @@ class Train(Section):
         return max(self.keep_best, int(self.best_checkpoint is not None))
 
     @property
-    def holdout_loss_inputs(self) -> dict[str, float]:
+    def holdout_loss_inputs(self) -> dict[str, Any]:
         """The settings that a held-out loss depends on."""
-        return {"noise_offset": self.noise_offset, "guidance_scale": self.guidance_scale}
+        inputs: dict[str, Any] = {
+            "noise_offset": self.noise_offset,
+            "guidance_scale": self.guidance_scale,
+        }
+        if self.masked_loss is not None:
+            inputs["masked_loss"] = self.masked_loss.model_dump()
+        return inputs
+
+    @property
+    def streamed_blocks(self) -> int:
+        """`stream_blocks`, once the plan has chosen a number."""
+        assert self.stream_blocks != "auto"
+        return self.stream_blocks
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether an average of the weights is kept and published."""
+        return self.ema_decay is not None or self.optimizer == "adamw_schedule_free"
 
     @property
     def compute_dtype(self) -> str:

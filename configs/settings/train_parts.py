@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from configs.settings.base_section import Fraction, Section, setting
+from configs.settings.base_section import Fraction, ModelPlace, ReadFile, Section, setting
 
 
 class Lora(Section):
@@ -31,17 +31,55 @@ class Lora(Section):
     convolution layers (LoCon), or a list of suffixes of layer names."""
     dora: bool = False
     """Train magnitude and direction separately (DoRA, arXiv 2402.09353)."""
-    base_precision: Literal["int8"] | None = setting(
+    base_precision: Literal["int8", "nf4"] | None = setting(
         None,
         aka="fp8_base fp8_scaled base_model_precision (KS): `int8`, such as for `fp8_base` or "
-        "`int8-quanto`",
+        "`int8-quanto`; `nf4` for `nf4-bnb`",
     )
-    """`int8`: the linear layers of the frozen denoiser's blocks have 8-bit weights in training,
-    half the memory; null: the compute dtype. Runtime `torch`."""
+    """`int8`, `nf4`: the linear layers of the frozen denoiser's blocks have weights of 8 or 4 bits
+    (arXiv 2305.14314) in training, a half or 28% of the memory; null: the compute dtype. Runtime
+    `torch`."""
+
+    start: ReadFile | None = setting(
+        None, not_in_key="content", aka="network_weights init_lora (KS)"
+    )
+    """File of adapters with which training starts, instead of new ones: local path or URL, in the
+    layout of diffusers, PEFT or kohya; of equal rank and layers."""
+    assistant: ReadFile | None = setting(None, not_in_key="content")
+    """File of adapters that are merged into the frozen denoiser for training, and are in no
+    published file, such as one that undoes a distillation: local path or URL, as `start`."""
 
     def faults(self) -> Iterator[str]:
         if self.base_precision is not None and self.dora:
-            yield "base_precision: int8 requires dora: false"
+            yield f"base_precision: {self.base_precision} requires dora: false"
+
+
+class ControlNet(Section):
+    """ControlNet: a network beside the frozen denoiser, with a control picture (2302.05543)."""
+
+    start: ModelPlace | None = setting(
+        None, not_in_key="content", aka="controlnet_model_name_or_path (D)"
+    )
+    """ControlNet folder of diffusers with which training starts: hub id, local path or fsspec URL;
+    null: a copy of the base's first blocks, which has no effect at first."""
+    num_layers: int | None = setting(
+        None, ge=0, aka="num_double_layers (D): of train_controlnet_flux.py"
+    )
+    """Blocks of two streams of a new ControlNet; null: 4, or all that the base has. Family flux."""
+    num_single_layers: int | None = setting(None, ge=0, aka="num_single_layers (D)")
+    """Blocks of one stream of a new ControlNet; null: 10, or all that the base has. Family flux."""
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """`num_layers` and `num_single_layers`, those that are set."""
+        chosen = {"num_layers": self.num_layers, "num_single_layers": self.num_single_layers}
+        return {name: number for name, number in chosen.items() if number is not None}
+
+    def faults(self) -> Iterator[str]:
+        if self.start is not None and self.layers:
+            yield "start has layers of its own: set num_layers and num_single_layers to null"
+        if self.num_layers == self.num_single_layers == 0:
+            yield "num_layers and num_single_layers are 0: a ControlNet needs a block"
 
 
 class TimestepSampling(Section):
@@ -102,6 +140,29 @@ class TimestepSampling(Section):
             yield f"bias_strategy: {self.bias_strategy} has no effect with bias_multiplier: 1"
 
 
+class MaskedLoss(Section):
+    """The loss of each latent position is multiplied by the picture's mask there, 0 to 1."""
+
+    unmasked_weight: Fraction = setting(0.0, aka="unmasked_weight (O)")
+    """Least factor, 0 to 1: that of positions which the mask hides."""
+    area_normalised: bool = setting(False, aka="normalize_masked_area_loss (O)")
+    """Divide the mask by its mean, so that a picture has the same weight whatever area its mask
+    shows."""
+
+
+class Huber(Section):
+    """The transition from squared to absolute errors of `loss: huber` and `smooth_l1`, by the
+    formulas of kohya's sd-scripts."""
+
+    schedule: Literal["constant", "exponential", "snr"] = setting("snr", aka="huber_schedule (DKS)")
+    """By timestep t of T: delta x scale (constant); delta^(t / T) x scale (exponential); or
+    (1 - delta) / (1 + SNR^-1/2)^2 + delta, for diffusion alone (snr)."""
+    delta: PositiveFloat = setting(0.1, aka="huber_c (DKS)")
+    """Error, in units of the latents, from which on the loss is linear."""
+    scale: PositiveFloat = setting(1.0, needs="schedule != snr", aka="huber_scale (K)")
+    """Factor of delta."""
+
+
 HOLDOUT_LOSS = "holdout_loss"
 
 
@@ -142,7 +203,7 @@ class HoldoutLoss(Section):
     every_n_steps: int = setting(0, ge=0, not_in_key="execution", aka="eval_steps_interval (S)")
     """Steps between evaluations; 0: none."""
     samples: PositiveInt = setting(64, needs="every_n_steps")
-    """Maximum number of held-out samples."""
+    """Maximum number of held-out samples of each source."""
     draws: PositiveInt = setting(1, needs="every_n_steps")
     """Noise draws per sample."""
 

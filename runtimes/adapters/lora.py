@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +123,11 @@ class Adapter:
     up: Float32
     magnitude: Float32 | None
     scale: float  # alpha / rank
+
+    def rows(self, index: Any) -> Adapter:
+        """The adapter of some of the layer's outputs."""
+        magnitude = None if self.magnitude is None else self.magnitude[index]
+        return replace(self, up=self.up[index], magnitude=magnitude)
 
     def merged(self, weight: Float32) -> Float32:
         """The layer's weight with the adapter merged, in the shape of `weight`."""

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from fsspec.core import url_to_fs
 
 from artifacts.records import parse_json
-from artifacts.safetensors import Arrays, read_floats
+from artifacts.safetensors import Arrays, read_arrays, read_floats
 from configs.errors import Refused
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import Adapter, alpha, suffix_of
@@ -131,17 +132,40 @@ def read_adapters(path: Path) -> Adapters:
         raise Refused(f"{path} is no valid adapter file of Kilnworks: {error}") from None
 
 
+def read_scaled(url: str) -> Adapters:
+    """The adapters of a file with State's names, whose scale is 1, as float32.
+
+    Raises:
+        OSError, ValueError: the file is missing, damaged or cannot be reached.
+    """
+    fs, path = url_to_fs(url)
+    arrays = to_state_names(read_arrays(fs, path))
+    adapters: Adapters = {}
+    for name in arrays:
+        if name.endswith(DOWN):
+            prefix = name.removesuffix(DOWN)
+            part, _, layer = prefix.partition(".")
+            magnitude = arrays.get(prefix + MAGNITUDE)
+            rows = None if magnitude is None else magnitude[...]
+            adapter = Adapter(arrays[name][...], arrays[prefix + UP][...], rows, 1.0)
+            adapters.setdefault(part, {})[layer] = adapter
+    return adapters
+
+
 #: Loads one component: (name, folder, adapters to merge by layer name) -> model.
 Load = Callable[[str, Path, Mapping[str, Any]], Any]
 
 
-def load_trained_components(drawing: Drawing, base: Base, load: Load) -> dict[str, Any]:
+def load_trained_components(
+    drawing: Drawing, base: Base, load: Load, without: Container[str] = ()
+) -> dict[str, Any]:
     """Load the denoiser of a drawing and the text encoders that were trained with it.
 
     Args:
         drawing: folders of trained components, and the LoRA file, if any.
         base: the pipeline, which supplies every untrained component.
         load: loads one component and merges its adapters.
+        without: components that are not loaded.
 
     Returns:
         Component name, such as `unet` or `text_encoder`, to model.
@@ -158,6 +182,7 @@ def load_trained_components(drawing: Drawing, base: Base, load: Load) -> dict[st
         name: load(name, Path(drawing.parts.get(name, base.part(name))), adapters.get(name, {}))
         for name in known
         if name == family.denoiser or name in adapters.keys() | drawing.parts.keys()
+        if name not in without
     }
 
 

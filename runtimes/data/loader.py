@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -20,17 +20,22 @@ from numpy.typing import NDArray
 from artifacts import latent_shards
 from artifacts.errors import is_outage
 from artifacts.filesystems import REAL, Clock
+from artifacts.references import stored_group
 from configs.errors import Refused
-from runtimes.contract import StepBatch
-from runtimes.data.sample_order import Order, SampleIndex, Window, evenly_spaced
+from configs.settings.train_parts import MaskedLoss
+from runtimes.contract import OPTIONAL, StepBatch
+from runtimes.data.sample_order import Mixture, Order, SampleIndex, Window, evenly_spaced
 from runtimes.data.shard_cache import KeptRows, KeptShard, ShardFiles
-from runtimes.families import Captioned, Conditioning, Family
+from runtimes.families import Captioned, Conditioning, Family, families_with_references
+from runtimes.families.family import REFERENCE
 from runtimes.families.inpainting_aesthetics import NO_EXTRA_INPUTS, ExtraInputs
-from runtimes.objective.random_draws import Choices
+from runtimes.objective.random_draws import Choices, Stream, generator
 from runtimes.objective.training_objective import Objective
 
 #: Captions of varying length are padded to a multiple of this number of tokens.
 TOKEN_STEP = 32
+#: Open shards of references: targets of any shard may share them.
+REFERENCE_SHARDS = 64
 
 
 def padded_rows(count: int, devices: int) -> int:
@@ -54,7 +59,8 @@ def pad_batch(batch: StepBatch, rows: int, devices: int) -> StepBatch:
         devices: devices that share the rows; the padded number is a multiple of it.
     """
     rows = padded_rows(max(rows, len(batch.timesteps)), devices)
-    names = ("noisy_latents", "timesteps", "target", "weight")
+    names = ["noisy_latents", "timesteps", "target", "weight"]
+    names += [name for name in OPTIONAL if getattr(batch, name) is not None]
     conditioning = {name: pad_rows(array, rows) for name, array in batch.conditioning.items()}
     arrays: dict[str, Any] = {name: pad_rows(getattr(batch, name), rows) for name in names}
     return replace(batch, conditioning=conditioning, **arrays)
@@ -150,9 +156,13 @@ class BatchReader:
         cache_bytes: size limit of the local cache of remote shards.
         guidance_scale: input of a guidance-distilled denoiser.
         keep_bytes: maximum size of samples that stay in memory once they are read.
+        masked_loss: how the pictures' masks weight the loss; None: not at all.
+        mixture: facts of each source, by TrainJob.mixture; None: all sources count alike.
+        reference_dropout_rate: probability that a batch has no references.
 
     Attributes:
         groups: for each shard, number of samples per group.
+        sources: for each shard, the name of its source; "" without a mixture.
         left_out: for each shard, group -> rows that are left out.
         held_out: the held-out samples, if they have an order of their own.
         shards: the memory-mapped shards.
@@ -172,6 +182,9 @@ class BatchReader:
         cache_bytes: int = 20 * 2**30,
         guidance_scale: float = 1.0,
         keep_bytes: int = 0,
+        masked_loss: MaskedLoss | None = None,
+        mixture: Mixture | None = None,
+        reference_dropout_rate: float = 0.0,
     ) -> None:
         if latents.info["family"] != family.name:
             raise Refused(
@@ -185,24 +198,41 @@ class BatchReader:
             )
         if extras.inpainting and not latents.info.get("masks"):
             raise Refused("the latents have no masks: set encode.masks, and encode again")
+        if extras.control and not latents.info.get("control"):
+            raise Refused("the latents have no control pictures: set source.control, and run again")
         if extras.aesthetic_score and not latents.info.get("scored"):
             raise Refused(
                 "the latents have no aesthetic scores: name their column in "
                 "source.aesthetic_column, and download again"
             )
+        if latents.references.table:
+            _check_references(latents, family)
         self._family = family
         self._objective = objective
         self._extras = extras
         self._text_encoders = text_encoders
         self._guidance_scale = guidance_scale
+        self._masked_loss = masked_loss
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self.groups = [ref.groups for ref in latents.shards]
         self.left_out = [ref.left_out for ref in latents.shards]
+        self.sources = [ref.source for ref in latents.shards]
+        self.mixture = mixture
+        self._refs = latents.shards
+        self._references = latents.references.table
+        self._prompts = latents.prompts.table
+        self._reference_dropout_rate = reference_dropout_rate
         order = latents.held_out_order
         self.held_out = None if order is None else [SampleIndex(*place) for place in order]
         self.shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
         self._rows = KeptRows(self.shards, keep_bytes) if keep_bytes else self.shards
+        self.reference_shards = ShardFiles(
+            latents.references.shards, open_limit=REFERENCE_SHARDS, cache_bytes=cache_bytes
+        )
+        self.prompt_shards = ShardFiles(
+            latents.prompts.shards, open_limit=REFERENCE_SHARDS, cache_bytes=cache_bytes
+        )
 
     def batch(
         self, step: int, samples: Sequence[SampleIndex], counters: Sequence[int], denominator: int
@@ -216,18 +246,63 @@ class BatchReader:
         Raises:
             Refused: a shard is missing or damaged.
         """
-        chosen = self._objective.choices(counters)
+        facts = self._facts(samples)
+        rates = [source["caption_dropout_rate"] for source in facts]
+        chosen = self._objective.choices(counters, rates)
         captioned = self.read(samples, chosen)
         levels = np.array([c.level for c in chosen], np.int32)
         mean, logvar = latent_moments(captioned)
         noised = self._objective.noised(mean, logvar, levels, counters)
         conditioning = self._family.condition(captioned, self._guidance_scale)
-        return StepBatch(
+        batch = StepBatch(
             step=step,
             **vars(noised),
-            conditioning=conditioning | self._extra_inputs(captioned, chosen),
+            conditioning=conditioning
+            | self._extra_inputs(captioned, chosen)
+            | self._reference_inputs(captioned, step),
             denominator=denominator,
+            loss_mask=self._loss_mask(captioned),
         )
+        if not facts:
+            return batch
+        factors = np.array([source["loss_weight"] for source in facts], np.float32)
+        return replace(batch, weight=batch.weight * factors, is_prior=self._is_prior(facts))
+
+    def _reference_inputs(self, captioned: Sequence[Captioned], step: int) -> Conditioning:
+        """`reference_0`, `reference_1`... [B, C, h, w] f32, in the denoiser's latents; no noise.
+
+        A batch has all of its references or none: its samples have one shape.
+        """
+        rate = self._reference_dropout_rate
+        if rate and generator(self._objective.seed, Stream.REFERENCES, step).random() < rate:
+            return {}
+        by_number = zip(*(item.references for item in captioned), strict=True)
+        means = map(latent_shards.stack_rows, by_number)
+        scale = self._objective.scale
+        return {f"{REFERENCE}{number}": scale.scaled(mean) for number, mean in enumerate(means)}
+
+    def _facts(self, samples: Sequence[SampleIndex]) -> list[Mapping[str, Any]]:
+        """The facts of each sample's source; none without a mixture."""
+        mixture = self.mixture
+        return [mixture[self.sources[index.shard]] for index in samples] if mixture else []
+
+    def _is_prior(self, facts: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_] | None:
+        """Rows [B] whose source has `regularisation: prior`; None if no source has."""
+        if not any(source["regularisation"] == "prior" for source in (self.mixture or {}).values()):
+            return None  # the step's program needs no frozen base
+        return np.array([source["regularisation"] == "prior" for source in facts])
+
+    def _loss_mask(self, captioned: Sequence[Captioned]) -> NDArray[np.float32] | None:
+        """Factor [B, h, w] f32 of the loss at each latent position; None without masked loss."""
+        if self._masked_loss is None:
+            return None
+        whole = np.full(captioned[0].sample.mean.shape[1:], 255, np.uint8)
+        stored = [item.sample.loss_mask for item in captioned]
+        shown = np.stack([whole if mask is None else mask for mask in stored]) / np.float32(255)
+        mask = np.maximum(shown, np.float32(self._masked_loss.unmasked_weight))
+        if self._masked_loss.area_normalised:  # a mask that shows nothing stays 0
+            mask /= np.maximum(mask.mean((1, 2), keepdims=True), np.finfo(np.float32).tiny)
+        return mask
 
     def read(self, samples: Sequence[SampleIndex], chosen: Sequence[Choices]) -> list[Captioned]:
         """Samples with the conditioning of their chosen captions. Raises Refused."""
@@ -236,9 +311,10 @@ class BatchReader:
     def _extra_inputs(
         self, captioned: Sequence[Captioned], chosen: Sequence[Choices]
     ) -> Conditioning:
-        """`inpainting` [B, 1 + C, h, w] and `aesthetic_score` [B], f32, if the denoiser has them.
+        """`inpainting` [B, 1 + C, h, w], `aesthetic_score` [B] and `control`, f32, those it has.
 
-        `inpainting` concatenates the mask and the latents of the masked image.
+        `inpainting` concatenates the mask and the latents of the masked image. `control` is what
+        the ControlNet reads: pixels [B, 3, H, W] in 0..1, or scaled latents [B, C, h, w].
         """
         inputs: Conditioning = {}
         samples = [item.sample for item in captioned]
@@ -249,6 +325,12 @@ class BatchReader:
             means = latent_shards.stack_rows([m.means[k] for m, k in pairs])
             latents = self._objective.scale.scaled(means)
             inputs["inpainting"] = np.concatenate([masks[:, None], latents], 1, dtype=np.float32)
+        if self._extras.control:
+            controls = [sample.control for sample in samples if sample.control is not None]
+            stored = latent_shards.stack_rows(controls)
+            is_pixels = stored.dtype == np.uint8
+            scaled = stored / np.float32(255) if is_pixels else self._objective.scale.scaled(stored)
+            inputs["control"] = scaled
         if self._extras.aesthetic_score:
             scores = [sample.aesthetic_score for sample in samples]
             inputs["aesthetic_score"] = np.array(scores, np.float32)
@@ -256,21 +338,59 @@ class BatchReader:
 
     def _read(self, index: SampleIndex, choices: Choices) -> Captioned:
         shard = self._rows[index.shard]
-        group = index.group
+        group = stored_group(index.group)
+        stored = self._refs[index.shard].stored_row(index.group, index.row)
+        references = self._references_of(index.shard, group, stored)
+        stored_at = group, stored
         mirrored = latent_shards.flipped_group(group)
         if choices.flip < 0.5 and mirrored in shard.groups:
             group = mirrored
         try:
-            sample = shard.sample(group, index.row)
+            sample = shard.sample(group, stored)
             if self._extras.inpainting and sample.masked is None:
-                raise ValueError(f"picture {index.row} of {group} has no masks")
+                raise ValueError(f"picture {stored} of {group} has no masks")
+            if self._extras.control and sample.control is None:
+                raise ValueError(f"picture {stored} of {group} has no control picture")
             if self._extras.aesthetic_score and sample.aesthetic_score is None:
-                raise ValueError(f"picture {index.row} of {group} has no aesthetic score")
+                raise ValueError(f"picture {stored} of {group} has no aesthetic score")
             rows = sample.caption_rows or (0,)  # row 0 of a shard is the empty caption
             row = 0 if choices.dropped else rows[int(choices.caption * len(rows))]
-            return self._captioned(sample, shard, row, choices.dropped and self._zeros)
+            if self._family.sees_references:
+                embeds = self._prompt_beside(index.shard, stored_at, choices)
+                tokens = len(embeds)
+                embeds = self._padded(embeds)
+                return Captioned(sample, embeds, None, tokens=tokens, references=references)
+            captioned = self._captioned(sample, shard, row, choices.dropped and self._zeros)
+            return replace(captioned, references=references) if references else captioned
         except (ValueError, IndexError, KeyError) as error:
             raise Refused(f"latent shard {shard.path} is damaged: {error}") from None
+
+    def _references_of(self, shard: int, group: str, row: int) -> tuple[NDArray[np.uint16], ...]:
+        """The references of a stored sample, each [C, h, w] as bf16 bits. Raises Refused."""
+        targets = self._refs[shard].references.get(group)
+        if targets is None:
+            return ()
+        places = [self._references[number] for number in targets.of(row)]
+        try:
+            return tuple(
+                self.reference_shards[place.shard].mean(place.group, place.row) for place in places
+            )
+        except (IndexError, KeyError) as error:
+            raise Refused(f"references of {self._refs[shard].url}: damaged: {error}") from None
+
+    def _prompt_beside(
+        self, shard: int, stored_at: tuple[str, int], choices: Choices
+    ) -> NDArray[np.uint16]:
+        """Embeddings [T, D] of the chosen caption, or of none, beside the sample's references.
+
+        Raises IndexError or KeyError if there are none.
+        """
+        group, row = stored_at
+        *captions, empty = self._refs[shard].prompts[group].of(row)
+        of_chosen = captions or [empty]
+        number = empty if choices.dropped else of_chosen[int(choices.caption * len(of_chosen))]
+        place = self._prompts[number]
+        return self.prompt_shards[place.shard].mean(place.group, place.row)[0]
 
     def _captioned(
         self,
@@ -300,6 +420,17 @@ class BatchReader:
         padded = np.zeros_like(stored, shape=self._prompt_shape)
         padded[: stored.shape[0], : stored.shape[1]] = stored
         return padded
+
+
+def _check_references(latents: latent_shards.Latents, family: Family) -> None:
+    """Raise Refused if targets have more references than the family reads."""
+    groups = (group for group in latents.groups() if "+" in group)
+    most = max((group.count("+") for group in groups), default=0)
+    if most > family.max_references:
+        raise Refused(
+            f"the latents have up to {most} references of a picture, family {family.name} reads "
+            f"{family.max_references or 'none'}: {families_with_references()}"
+        )
 
 
 def latent_moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -335,15 +466,22 @@ class Loader:
                 "make it a multiple"
             )
         self.order = Order(
-            reader.groups, batch_size=batch_size, seed=seed, window=window, left_out=reader.left_out
+            reader.groups,
+            batch_size=batch_size,
+            seed=seed,
+            window=window,
+            left_out=reader.left_out,
+            sources=reader.sources,
+            mixture=reader.mixture,
         )
-        # Each bucket uses one window; a batch across two windows also needs the following window.
-        reader.shards.open_limit = window * (len(self.order.buckets) + 1)
+        # Each stream uses one window; a batch across two windows also needs the following window.
+        streams = sum(map(len, self.order.buckets))
+        reader.shards.open_limit = window * (streams + len(self.order.per_epoch))
         self._reader = reader
         self._batch_size = batch_size
         self._rank = rank
         self._world = world
-        self._windows: dict[int, Window] = {}  # bucket -> the window that was read ahead last
+        self._windows: dict[int, Window] = {}  # stream -> the window that was read ahead last
         self._lock = threading.Lock()
 
     def batch(self, step: int) -> StepBatch:
@@ -351,13 +489,14 @@ class Loader:
         samples = self.order.batch(step, self._rank, self._world)
         first = step * self._batch_size + self._rank * self._batch_size // self._world
         counters = range(first, first + len(samples))
-        window = self.order.window(step)
+        windows = {window.stream: window for window in self.order.windows(step)}
         with self._lock:
-            if self._windows.get(window.bucket) != window:
-                self._windows[window.bucket] = window
+            if not windows.items() <= self._windows.items():
+                self._windows |= windows
                 in_use = set().union(*map(self.order.shards, self._windows.values()))
                 self._reader.shards.close_others(in_use)
-                self._reader.shards.read_ahead(self.order.shards(window))
+                ahead = chain.from_iterable(map(self.order.shards, windows.values()))
+                self._reader.shards.read_ahead([*ahead])
             return self._reader.batch(step, samples, counters, self._batch_size)
 
     def prefetch(
@@ -410,20 +549,34 @@ class Holdout:
 
     Args:
         reader: closed with this object.
-        samples: maximum number of held-out samples: the first of the latents' order, which is
-            random, or evenly spaced over the shards.
+        samples: maximum number of held-out samples of each source: the first of the latents' order,
+            which is random, or evenly spaced over the shards.
         draws: noise draws per sample.
         batch_size: maximum samples per batch.
+        regularised: sources of a mixture that are not learnt.
+
+    Attributes:
+        sources: the source of each sample; "" without a mixture.
+        regularised: as given.
 
     Raises:
         Refused: the latents have no held-out samples.
     """
 
-    def __init__(self, reader: BatchReader, *, samples: int, draws: int, batch_size: int) -> None:
-        if reader.held_out is None:
-            self._samples = evenly_spaced(reader.groups, "holdout", samples)
-        else:
-            self._samples = reader.held_out[:samples]
+    def __init__(
+        self,
+        reader: BatchReader,
+        *,
+        samples: int,
+        draws: int,
+        batch_size: int,
+        regularised: Collection[str] = (),
+    ) -> None:
+        self.regularised = regularised
+        self._samples: list[SampleIndex] = []
+        for source in sorted(set(reader.sources)):
+            self._samples += _held_out(reader, source, samples)
+        self.sources = [reader.sources[index.shard] for index in self._samples]
         if not self._samples:
             raise Refused("the latents have no held-out samples: raise encode.holdout")
         self._draws = draws
@@ -447,6 +600,17 @@ class Holdout:
     def __exit__(self, *_: object) -> None:
         """Unmap the shards."""
         self._reader.shards.close()
+        self._reader.reference_shards.close()
+        self._reader.prompt_shards.close()
+
+
+def _held_out(reader: BatchReader, source: str, count: int) -> list[SampleIndex]:
+    """At most `count` held-out samples of a source."""
+    if reader.held_out is not None:
+        own = (index for index in reader.held_out if reader.sources[index.shard] == source)
+        return [*islice(own, count)]
+    shards = zip(reader.groups, reader.sources, strict=True)
+    return evenly_spaced([g if of == source else {} for g, of in shards], "holdout", count)
 
 
 def draw_losses(

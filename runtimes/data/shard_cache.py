@@ -384,4 +384,5 @@ def _array_bytes(value: object) -> int:
     if not isinstance(value, LatentSample):
         return 0
     masked = [] if value.masked is None else [value.masked.masks, value.masked.means]
+    masked += [array for array in (value.loss_mask, value.control) if array is not None]
     return sum(array.nbytes for array in (value.mean, value.logvar, *masked))

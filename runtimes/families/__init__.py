@@ -19,15 +19,17 @@ from runtimes.families.family import Family as Family
 from runtimes.families.family import TextEncoder as TextEncoder
 from runtimes.families.flux import Flux
 from runtimes.families.flux2 import Flux2
+from runtimes.families.flux_kontext import FluxKontext
 from runtimes.families.qwen_image import QwenImage
+from runtimes.families.qwen_image_edit import QwenImageEdit
 from runtimes.families.sd import SD
 from runtimes.families.sd3 import SD3
 from runtimes.families.sdxl import SDXL
 from runtimes.families.z_image import ZImage
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (SD(), SDXL(), SD3(), Flux(), Flux2(), ZImage(), QwenImage())
-}
+_EDIT = (FluxKontext(), QwenImageEdit())
+_OWN = (SD(), SDXL(), SD3(), Flux(), Flux2(), ZImage(), QwenImage(), *_EDIT)
+FAMILIES: dict[str, Family] = {family.name: family for family in _OWN}
 #: Entry-point group of plug-ins.
 PLUG_INS = "kilnworks.families"
 
@@ -69,6 +71,13 @@ def detect_family(folder: Path) -> tuple[Family, dict[str, Any]]:
                 return family, fields
     known = ", ".join(name for family in all_families().values() for name in family.pipelines)
     raise Refused(f"{index}: {pipeline} is not of a family known here (known: {known})")
+
+
+def families_with_references() -> str:
+    """The families that read references, in words."""
+    named = {name: family.max_references for name, family in all_families().items()}
+    having = [f"{name} (up to {most})" for name, most in named.items() if most]
+    return f"those that read some: {', '.join(having)}" if having else "no family here reads any"
 
 
 def denoiser_classes() -> tuple[str, ...]:

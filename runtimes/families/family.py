@@ -6,10 +6,11 @@ FLUX, FLUX.2, Qwen-Image and Z-Image share transformers over 2 x 2 patches of la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from artifacts.latent_shards import LatentSample, stack_rows
 from configs.errors import Refused
 from runtimes.objective.noise_schedule import ResolutionShift
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Conditioning = dict[str, NDArray[Any]]
 ClipStates = Literal["last", "penultimate"]
@@ -38,6 +42,8 @@ class TextEncoder:
     layers: tuple[int, ...] = (-1,)  # LLM: indices of its hidden states, concatenated along D
     prefix: int = 0  # LLM, lengths vary: the template's first tokens, which prompt_embeds lacks
     padded: bool = True  # whether prompt_embeds has states of padding; else lengths vary
+    #: The pipeline's component that prepares references, which the LLM sees beside the caption.
+    processor: str | None = None
 
     @property
     def tokenizer(self) -> str:
@@ -61,6 +67,40 @@ class Captioned:
     input_ids: NDArray[np.int32] | None = None  # [n, T], one row per CLIP encoder
     dropped: bool = False  # with input_ids: replace the embeddings by zeros
     tokens: int | None = None  # rows of prompt_embeds that are not padding; None: all
+    references: tuple[NDArray[Any], ...] = ()  # the VAE's mean [C, h, w] of each; f32 or bf16 bits
+
+
+class SeenPrompt(str):
+    """A prompt with the references that a text encoder sees beside it.
+
+    Args:
+        names: of the references, which tell equal ones; a prompt's `repr` has them.
+        pictures: results of `Family.condition_picture`.
+    """
+
+    names: tuple[str, ...]
+    pictures: tuple[Image, ...]
+
+    def __new__(cls, text: str, names: Sequence[str], pictures: Sequence[Image]) -> SeenPrompt:
+        prompt = super().__new__(cls, text)
+        prompt.names = tuple(names)
+        prompt.pictures = tuple(pictures)
+        return prompt
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} with {self.names}"
+
+
+def pictures_beside(prompt: str) -> tuple[Image, ...]:
+    """What a text encoder sees beside a prompt."""
+    return prompt.pictures if isinstance(prompt, SeenPrompt) else ()
+
+
+def worded(prompt: str, text: str) -> str:
+    """Another text beside the same references."""
+    if not isinstance(prompt, SeenPrompt):
+        return text
+    return SeenPrompt(text, prompt.names, prompt.pictures)
 
 
 @dataclass(frozen=True)
@@ -94,6 +134,7 @@ class KohyaNames:
     network_module: str = "networks.lora"  # the trainer's module
     ignored: str = "layers outside of blocks"  # by the trainer
     in_comfyui: bool = True  # whether ComfyUI maps these names; else it reads diffusers' layout
+    in_invokeai: bool = True  # the same of InvokeAI
 
 
 class Family:
@@ -105,6 +146,8 @@ class Family:
     name: ClassVar[str]
     #: diffusers' pipeline classes in model_index.json: first text-to-image, then inpainting.
     pipelines: ClassVar[tuple[str, ...]]
+    #: diffusers' class that draws from prompts alone, where `pipelines[0]` does not; else None.
+    plain_pipeline: ClassVar[str | None] = None
     denoiser: ClassVar[str]  # the denoiser's component and folder: unet, transformer
     denoiser_class: ClassVar[str]  # diffusers' class of the denoiser
     vae_class: ClassVar[str] = "AutoencoderKL"  # diffusers' class of the VAE
@@ -115,6 +158,8 @@ class Family:
     #: is hidden_states, the output the next block's input; further arguments are the same for all.
     #: With two outputs, encoder_hidden_states is the second argument and the first output.
     chained_blocks: ClassVar[tuple[str, ...]] = ()
+    #: Parts of names of the blocks' layers that `train.lora.base_precision` leaves as they are.
+    unquantized: ClassVar[tuple[str, ...]] = ()
     text_encoders: ClassVar[tuple[TextEncoder, ...]]
     #: CLIP hidden states: `last` is after the final norm, `penultimate` before the last layer.
     clip_states: ClassVar[ClipStates] = "penultimate"
@@ -130,7 +175,19 @@ class Family:
     #: Defaults of the call of diffusers' pipeline, for models without a recipe.
     num_inference_steps: ClassVar[int] = 50
     guidance_scale: ClassVar[float] = 5.0
+    #: Arguments of the pipeline's call by which it takes a reference as it is.
+    reference_arguments: ClassVar[Mapping[str, Any]] = {}
     kohya: ClassVar[KohyaNames | None] = None
+    #: Most references of a sample, which `predict` gets as conditioning `reference_0`,
+    #: `reference_1`... [B, C, h, w] f32, scaled as latents are and without noise; 0: none.
+    max_references: ClassVar[int] = 0
+    #: What the family's ControlNet of diffusers reads of a control picture: its pixels [3, H, W]
+    #: in 0..1, or the VAE's scaled latents [C, h, w]. None: there is no such network here.
+    control: ClassVar[Literal["pixels", "latents"] | None] = None
+    #: diffusers' class of the ControlNet, and the pipeline that draws with it.
+    control_class: ClassVar[str] = ""
+    control_pipeline: ClassVar[str] = ""
+    control_argument: ClassVar[str] = "image"  # of the pipeline's call
     #: Kind of device -> why the denoiser does not run on it.
     refused_devices: ClassVar[Mapping[str, str]] = {}
 
@@ -159,6 +216,11 @@ class Family:
         """Whether a caption's embeddings are as long as the caption, and the denoiser masks."""
         return self.frozen_text is not None and not self.frozen_text.padded
 
+    @property
+    def sees_references(self) -> bool:
+        """Whether a caption's embeddings depend on the references beside it."""
+        return self.frozen_text is not None and self.frozen_text.processor is not None
+
     def pooled_outputs(self, projecting: Sequence[bool]) -> tuple[str | None, ...]:
         """Each CLIP encoder's output that pooled_prompt_embeds contains, or None.
 
@@ -170,6 +232,14 @@ class Family:
     def chat(self, tokenizer: Any, caption: str) -> str:
         """The text that the LLM reads: the caption in the pipeline's chat template."""
         return caption
+
+    def chat_with_pictures(self, tokenizer: Any, caption: str, pictures: int) -> str:
+        """As `chat`, with a place for each of the pictures that the LLM sees."""
+        raise NotImplementedError
+
+    def condition_picture(self, image: Image) -> Image:
+        """An RGB reference of any size as the LLM sees it."""
+        raise NotImplementedError
 
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:
         """Whether embeddings of zeros replace the empty caption's, by model_index.json."""
@@ -191,6 +261,18 @@ class Family:
     def is_distilled(self, index: Mapping[str, Any]) -> bool:
         """Whether the pipeline ignores the guidance scale, by its model_index.json."""
         return False
+
+    def draws_in_few_steps(
+        self, index: Mapping[str, Any], config: Mapping[str, Any], scheduler: Mapping[str, Any]
+    ) -> bool:
+        """Whether the model is distilled to few steps, where its configs tell.
+
+        Args:
+            index: model_index.json.
+            config: the denoiser's.
+            scheduler: the scheduler's.
+        """
+        return self.is_distilled(index)
 
     def guidance_weight(self, sampler: Mapping[str, Any]) -> float:
         """Weight w of guidance: prediction = unconditional + w (conditional - unconditional).
@@ -324,10 +406,60 @@ class Family:
 
         Args:
             timesteps: [B]; for a flow, sigma times the number of training timesteps.
-            conditioning: as `condition`, with embeddings, on the device.
+            conditioning: as `condition`, with embeddings, on the device. Families with
+                `max_references` read the latents of `reference_latents`.
         """
         arguments = self.arguments(conditioning)
         return denoiser(noisy_latents, timestep=timesteps, **arguments, return_dict=False)[0]
+
+    def append_references(
+        self, tokens: Any, positions: Any, references: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """A picture's tokens and position ids, followed by those of its references.
+
+        Args:
+            tokens: [B, N, D].
+            positions: [N, P] or, with a batch axis, [B, N, P].
+            references: scaled latents of each reference [B, C, h, w]; sizes may differ.
+        """
+        raise NotImplementedError
+
+    def reading(self, denoiser: Any, references: Sequence[Any]) -> AbstractContextManager[None]:
+        """Within the context, a pipeline's calls of the denoiser read references.
+
+        The pipeline itself draws from text alone; diffusers' pipelines have one set of references
+        for all pictures of a batch, and other limits of their size.
+
+        Args:
+            references: scaled latents of each reference [B, C, h, w], on the device.
+        """
+        raise NotImplementedError
+
+    def empty_control(self, denoiser: Any, scale: int, layers: Mapping[str, int]) -> Any:
+        """A new ControlNet of a denoiser's architecture, without the denoiser's weights.
+
+        Its output layers are zero, so that it has no effect at first.
+
+        Args:
+            denoiser: the denoiser, perhaps on `meta`.
+            scale: image pixels per latent pixel.
+            layers: `num_layers` and `num_single_layers`, where they are not the default.
+        """
+        raise NotImplementedError
+
+    def control_residuals(
+        self, network: Any, control: Any, scale: float, inputs: Sequence[Any], named: Any
+    ) -> dict[str, Any]:
+        """Keyword arguments by which a call of the denoiser takes a ControlNet's outputs.
+
+        Args:
+            network: the ControlNet.
+            control: [B, 3, H, W] or [B, C, h, w], as `control`.
+            scale: factor of the outputs, diffusers' `conditioning_scale`.
+            inputs: positional arguments of the call of the denoiser.
+            named: its keyword arguments.
+        """
+        raise NotImplementedError
 
     def sigmas(self, steps: int) -> NDArray[np.float64] | None:
         """The `sigmas` [N] that the diffusers pipeline passes to set_timesteps, or None."""
@@ -370,6 +502,18 @@ class Family:
             return ()
         last = f"text_model.encoder.layers.{layers - 1}."
         return (last, "text_model.final_layer_norm.", "text_projection.")
+
+
+#: The keyword of a reference's latents in conditioning, before its number from 0.
+REFERENCE = "reference_"
+
+
+def reference_latents(conditioning: Mapping[str, Any]) -> list[Any]:
+    """The latents [B, C, h, w] of a batch's references, in order: `reference_0`, ..."""
+    found: list[Any] = []
+    while (name := f"{REFERENCE}{len(found)}") in conditioning:
+        found.append(conditioning[name])
+    return found
 
 
 def token_mask(counts: Sequence[int | None], length: int) -> NDArray[np.float32]:
@@ -415,6 +559,41 @@ class PatchTransformer(Family):
     def sigmas(self, steps: int) -> NDArray[np.float64] | None:
         return np.linspace(1.0, 1 / steps, steps)
 
+    def reference_positions(self, latents: Any, number: int) -> Any:
+        """Position ids [N, P] of a reference's patches.
+
+        Args:
+            latents: [B, C, h, w] of the reference.
+            number: of the reference, from 0.
+        """
+        raise NotImplementedError
+
+    def append_references(
+        self, tokens: Any, positions: Any, references: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        if not references:
+            return tokens, positions
+        import torch  # runtimes without PyTorch import this module too
+
+        more = [self.reference_positions(*pair) for pair in zip(references, count(), strict=False)]
+        appended = torch.cat(more).to(positions.dtype)
+        if positions.ndim == 3:
+            appended = appended.expand(len(positions), -1, -1)
+        patches = [pack(latents).to(tokens.dtype) for latents in references]
+        return torch.cat([tokens, *patches], 1), torch.cat([positions, appended], -2)
+
+    @contextmanager
+    def reading(self, denoiser: Any, references: Sequence[Any]) -> Iterator[None]:
+        own = denoiser.forward
+
+        def forward(hidden_states: Any, img_ids: Any, **named: Any) -> tuple[Any, ...]:
+            tokens, places = self.append_references(hidden_states, img_ids, references)
+            predicted, *more = own(hidden_states=tokens, img_ids=places, **named)
+            return predicted[:, : hidden_states.shape[1]], *more
+
+        with calling(denoiser, forward):
+            yield
+
 
 def chat_of_qwen3(tokenizer: Any, caption: str, *, enable_thinking: bool) -> str:
     """A caption in the chat template of a Qwen3 tokenizer, up to where the answer begins."""
@@ -435,17 +614,23 @@ def pack(latents: Any) -> Any:
 
 
 def unpack(patches: Any, latents: Any) -> Any:
-    """The inverse of `pack`: patches [B, h w / 4, 4 C] in the shape of latents [B, C, h, w]."""
+    """The inverse of `pack`: patches [B, h w / 4, 4 C] in the shape of latents [B, C, h, w].
+
+    Patches of references may follow them, and are cut off.
+    """
     rows, columns = (size // PATCH for size in latents.shape[-2:])
-    values = patches.reshape(len(patches), rows, columns, -1, PATCH, PATCH)
+    values = patches[:, : rows * columns].reshape(len(patches), rows, columns, -1, PATCH, PATCH)
     return values.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
 
 
 @contextmanager
 def calling(module: Any, function: Any) -> Iterator[None]:
     """Within the context, calls of a module run `function`, with the module's own hooks."""
+    hooked = vars(module).get("forward")  # of offloaded layers
     module.forward = function
     try:
         yield
     finally:
         del module.forward
+        if hooked is not None:
+            module.forward = hooked

@@ -6,7 +6,7 @@ The published model is described by its code alone; diffusers' FluxPipeline is t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from runtimes.families import family
@@ -46,6 +46,13 @@ _FUSED_SINGLE = {
     name: ("linear1", position)
     for position, name in enumerate(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
 }
+#: Normalisations of queries and keys, which have no adapters.
+_NORMS_DOUBLE = {
+    f"attn.norm_{added}{name[0]}": f"{stream}_attn.norm.{name}_norm"
+    for stream, added in (("img", ""), ("txt", "added_"))
+    for name in ("query", "key")
+}
+_NORMS_SINGLE = {f"attn.norm_{name[0]}": f"norm.{name}_norm" for name in ("query", "key")}
 _BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 _MLP_RATIO = 4
 
@@ -86,6 +93,31 @@ def original_layer(
     return family.KohyaLayer(f"{block}.{name}", position * width, rows)
 
 
+def original_weight(
+    name: str, transformer: Mapping[str, Any], read: Callable[[str], Any], rows: int
+) -> Any:
+    """A weight of diffusers' transformer, from a file with the names of Black Forest Labs' code.
+
+    Args:
+        name: name in diffusers, such as `transformer_blocks.0.attn.to_q.weight`.
+        transformer: the transformer's config.
+        read: the file's weight of a name. It may raise.
+        rows: rows of the weight.
+    """
+    layer, _, kind = name.rpartition(".")
+    if layer == "norm_out.linear":  # the two halves are in another order
+        halves = read(f"final_layer.adaLN_modulation.1.{kind}")
+        return halves.roll(rows // 2, 0)
+    match = _BLOCK.fullmatch(layer)
+    norms = _NORMS_SINGLE if match and match[1] else _NORMS_DOUBLE
+    if match and match[3] in norms:
+        block = f"{'single' if match[1] else 'double'}_blocks.{match[2]}"
+        return read(f"{block}.{norms[match[3]]}.scale")
+    place = original_layer(layer, transformer)
+    assert place is not None, f"{name} has no name in Black Forest Labs' code"
+    return read(f"{place.layer}.{kind}")[place.first : place.first + rows]
+
+
 class Flux(family.PatchTransformer):
     """prompt_embeds has T5's states, with padding; pooled_prompt_embeds CLIP's pooled output.
 
@@ -112,6 +144,10 @@ class Flux(family.PatchTransformer):
     num_inference_steps = 28
     guidance_scale = 3.5
     refused_devices = family.FLOAT64_ROPE
+    control = "latents"
+    control_class = "FluxControlNetModel"
+    control_pipeline = "FluxControlNetPipeline"
+    control_argument = "control_image"
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         *({"text_encoder": "lora_te1"}, original_layer),
         lambda transformer, prediction_type: family.KohyaBase(
@@ -126,35 +162,79 @@ class Flux(family.PatchTransformer):
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         return bool(config.get("guidance_embeds", False))
 
+    def draws_in_few_steps(
+        self, index: Mapping[str, Any], config: Mapping[str, Any], scheduler: Mapping[str, Any]
+    ) -> bool:
+        return not self.takes_guidance(config)  # schnell
+
     def text_tokens(self, config: Mapping[str, Any]) -> int:
         return 512 if self.takes_guidance(config) else 256
 
     def pipeline_latents(self, noise: Any) -> Any:
         return family.pack(noise)
 
+    def empty_control(self, denoiser: Any, scale: int, layers: Mapping[str, int]) -> Any:
+        from diffusers import FluxControlNetModel  # seconds to import
+
+        config = denoiser.config
+        chosen = {"num_layers": 4, "num_single_layers": 10}  # diffusers' defaults
+        chosen |= layers
+        return FluxControlNetModel.from_transformer(
+            denoiser,
+            **{name: min(number, config[name]) for name, number in chosen.items()},
+            attention_head_dim=config["attention_head_dim"],
+            num_attention_heads=config["num_attention_heads"],
+            load_weights_from_transformer=False,
+        )
+
+    def control_residuals(
+        self, network: Any, control: Any, scale: float, inputs: Sequence[Any], named: Any
+    ) -> dict[str, Any]:
+        arguments = dict(named)
+        if inputs:
+            (arguments["hidden_states"],) = inputs
+        packed = family.pack(control).to(arguments["hidden_states"].dtype)
+        if not network.config["guidance_embeds"]:
+            arguments["guidance"] = None
+        blocks, single_blocks = network(
+            **arguments, controlnet_cond=packed, conditioning_scale=scale
+        )
+        return {
+            "controlnet_block_samples": blocks,
+            "controlnet_single_block_samples": single_blocks,
+        }
+
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
         text = conditioning["prompt_embeds"]
+        patches, places = self.append_references(
+            *(family.pack(noisy_latents), positions(noisy_latents)),
+            family.reference_latents(conditioning),
+        )
         predicted = denoiser(
-            family.pack(noisy_latents),
+            patches,
             encoder_hidden_states=text,
             pooled_projections=conditioning["pooled_prompt_embeds"],
             timestep=timesteps / 1000,
             guidance=conditioning["guidance"] if self.takes_guidance(denoiser.config) else None,
-            img_ids=positions(noisy_latents),
+            img_ids=places,
             txt_ids=text_positions(text),
             return_dict=False,
         )[0]
         return family.unpack(predicted, noisy_latents)
 
 
-def positions(latents: Any) -> Any:
-    """(0, row, column) of each patch of latents [B, C, h, w], for rotary embeddings: [N, 3] f32."""
+def positions(latents: Any, first: int = 0) -> Any:
+    """(first, row, column) of each patch of latents [B, C, h, w], for rotary embeddings.
+
+    Returns:
+        [N, 3] f32.
+    """
     import torch  # runtimes without PyTorch import this module too
 
     ones = torch.ones_like(latents[0, 0, :: family.PATCH, :: family.PATCH], dtype=torch.float32)
-    places = torch.stack([ones - ones, ones.cumsum(0) - 1, ones.cumsum(1) - 1], dim=-1)
+    places = torch.stack([ones * first, ones.cumsum(0) - 1, ones.cumsum(1) - 1], dim=-1)
     return places.reshape(-1, 3)
 
 

@@ -37,6 +37,9 @@ _DOUBLE = {
 }
 _SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
 
+#: The first coordinate of reference number 1; those of later ones are its multiples.
+REFERENCE_TIME = 10
+
 _WIDTH_OF_9B = 4096  # of the transformer; 4B's is 3072
 
 
@@ -69,6 +72,7 @@ class Flux2(family.PatchTransformer):
     )
     inputs = ("prompt_embeds",)
     guidance_scale = 4.0
+    max_references = 10  # of Black Forest Labs' interface; the code has no limit
     #: The last two are those of single blocks, fused with the MLP's.
     attention_layers = (*family.TWO_STREAMS, "to_qkv_mlp_proj", "attn.to_out")
     refused_devices = family.FLOAT64_ROPE
@@ -77,6 +81,7 @@ class Flux2(family.PatchTransformer):
         partial(original_layer, top=_TOP, double=_DOUBLE, single=_SINGLE, fused_single={}),
         _kohya_base,
         *("musubi-tuner", "networks.lora_flux_2"),
+        in_invokeai=False,  # it takes such a file for FLUX.1
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
@@ -130,6 +135,9 @@ class Flux2(family.PatchTransformer):
             arguments["negative_prompt_embeds"] = embeds
         return arguments
 
+    def reference_positions(self, latents: Any, number: int) -> Any:
+        return image_positions(latents, REFERENCE_TIME * (number + 1))
+
     def pipeline_latents(self, noise: Any) -> Any:
         """Patches as channels [B, 4 C, h / 2, w / 2]."""
         rows, columns = (size // family.PATCH for size in noise.shape[-2:])
@@ -140,22 +148,26 @@ class Flux2(family.PatchTransformer):
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
         text = conditioning["prompt_embeds"]
+        patches, places = self.append_references(
+            *(family.pack(noisy_latents), image_positions(noisy_latents)),
+            family.reference_latents(conditioning),
+        )
         predicted = denoiser(
-            family.pack(noisy_latents),
+            patches,
             encoder_hidden_states=text,
             timestep=timesteps / 1000,
-            img_ids=image_positions(noisy_latents),
+            img_ids=places,
             txt_ids=text_positions(text),
             return_dict=False,
         )[0]
         return family.unpack(predicted, noisy_latents)
 
 
-def image_positions(latents: Any) -> Any:
-    """(0, row, column, 0) of each patch of latents [B, C, h, w]: [N, 4] f32."""
+def image_positions(latents: Any, time: int = 0) -> Any:
+    """(time, row, column, 0) of each patch of latents [B, C, h, w]: [N, 4] f32."""
     import torch  # runtimes without PyTorch import this module too
 
-    places = positions(latents)
+    places = positions(latents, time)
     return torch.cat([places, torch.zeros_like(places[:, :1])], dim=-1)
 
 

@@ -30,6 +30,7 @@ class ExtraInputs:
 
     inpainting: bool = False
     aesthetic_score: bool = False
+    control: bool = False  # of a ControlNet beside it: the denoiser itself has none
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ExtraInputs:
@@ -45,6 +46,11 @@ class ExtraInputs:
     def from_settings(cls, settings: Train) -> ExtraInputs:
         """The extra inputs that train settings request."""
         return cls(settings.inpainting, settings.aesthetic_score)
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        """The denoiser's own inputs by name, for keys."""
+        return {name: value for name, value in vars(self).items() if name != "control"}
 
 
 NO_EXTRA_INPUTS = ExtraInputs()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,7 +45,7 @@ class QwenImage(family.PatchTransformer):
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
-        return template().format(caption)
+        return template(self.pipelines[0]).format(caption)
 
     def vae_layout(self, config: Mapping[str, Any]) -> tuple[int, int]:
         return config["z_dim"], 2 ** len(config["temperal_downsample"])
@@ -89,29 +90,36 @@ class QwenImage(family.PatchTransformer):
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
-        """The rotary factors are computed here, on the latents' device."""
-        rows, columns = (size // family.PATCH for size in noisy_latents.shape[-2:])
+        """The rotary factors are computed here, on the latents' device.
+
+        References are pictures after the noisy one; the prediction has the noisy one's tokens.
+        """
+        import torch
+
+        pictures = [noisy_latents, *family.reference_latents(conditioning)]
+        grids = [(p.shape[-2] // family.PATCH, p.shape[-1] // family.PATCH) for p in pictures]
         text = conditioning["prompt_embeds"]
-        rope = partial(rotations, denoiser.pos_embed, rows, columns, text.shape[1])
+        rope = partial(rotations, denoiser.pos_embed, grids, text.shape[1])
+        patches = [family.pack(picture) for picture in pictures]
         with family.calling(denoiser.pos_embed, lambda *_, device, **__: rope(device)):
             predicted = denoiser(
-                family.pack(noisy_latents),
+                patches[0] if len(patches) == 1 else torch.cat(patches, dim=1),
                 encoder_hidden_states=text,
                 encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
                 timestep=timesteps / 1000,
-                img_shapes=[[(1, rows, columns)]] * len(noisy_latents),
+                img_shapes=[[(1, *grid) for grid in grids]] * len(noisy_latents),
                 return_dict=False,
             )[0]
         return family.unpack(predicted, noisy_latents)
 
 
 @cache
-def template() -> str:
-    """The chat template of the installed diffusers' pipeline."""
-    from diffusers import QwenImagePipeline
+def template(pipeline: str = "QwenImagePipeline") -> str:
+    """The chat template of a pipeline class of the installed diffusers."""
+    import diffusers
 
-    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
-    prompt_template: str = QwenImagePipeline(**dict.fromkeys(names)).prompt_template_encode
+    kind = getattr(diffusers, pipeline)
+    prompt_template: str = kind(**dict.fromkeys(signature(kind).parameters)).prompt_template_encode
     return prompt_template
 
 
@@ -122,18 +130,25 @@ def _square(parted: Any) -> Any:
     return parted
 
 
-def rotations(embedder: Any, rows: int, columns: int, tokens: int, device: Any) -> tuple[Any, Any]:
-    """Complex rotary factors of the image [rows * columns, d / 2] and of the text [tokens, d / 2].
+def rotations(
+    embedder: Any, grids: Sequence[tuple[int, int]], tokens: int, device: Any
+) -> tuple[Any, Any]:
+    """Complex rotary factors of the pictures' tokens [N, d / 2] and of the text [tokens, d / 2].
 
-    Rows and columns are counted from the middle of the image; the text follows at its edge, on the
-    diagonal of all three axes.
+    The first axis numbers the pictures. Rows and columns are counted from each picture's middle.
+    The text follows at the edge of the largest one, on the diagonal of all three axes.
+
+    Args:
+        grids: (rows, columns) of each picture's tokens.
     """
     import torch
 
-    down, across = (np.arange(size) - (size - size // 2) for size in (rows, columns))
-    grid = np.meshgrid([0], down, across, indexing="ij")
-    image = np.stack([axis.ravel() for axis in grid], axis=-1)
-    after = np.arange(tokens) + max(rows // 2, columns // 2)
+    pictures = []
+    for number, (rows, columns) in enumerate(grids):
+        down, across = (np.arange(size) - (size - size // 2) for size in (rows, columns))
+        grid = np.meshgrid([number], down, across, indexing="ij")
+        pictures.append(np.stack([axis.ravel() for axis in grid], axis=-1))
+    after = np.arange(tokens) + max(size // 2 for grid in grids for size in grid)
 
     def factors(positions: NDArray[Any]) -> Any:
         angles = []
@@ -144,4 +159,4 @@ def rotations(embedder: Any, rows: int, columns: int, tokens: int, device: Any) 
         angle = torch.tensor(np.concatenate(angles, axis=1)).to(device)
         return torch.complex(angle.cos(), angle.sin())
 
-    return factors(image), factors(np.stack([after] * 3, axis=-1))
+    return factors(np.concatenate(pictures)), factors(np.stack([after] * 3, axis=-1))

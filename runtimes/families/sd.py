@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from runtimes.families import family
 from runtimes.families.inpainting_aesthetics import latent_channels
 
+#: Channels of the layers by which a ControlNet reads a control picture.
+CONTROL_CHANNELS = (16, 32, 96, 256)
 OPENCLIP_WIDTH = 1024  # of the text encoder of version 2
 
 
@@ -41,12 +43,39 @@ class SD(family.Family):
         "feature_extractor": None,
         "requires_safety_checker": False,
     }
+    control = "pixels"
+    control_class = "ControlNetModel"
+    control_pipeline: ClassVar[str] = "StableDiffusionControlNetPipeline"
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         *({"text_encoder": "lora_te"}, lambda layer, config: family.KohyaLayer(layer), kohya_base)
     )
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:
         return latent_channels(config)
+
+    def empty_control(self, denoiser: Any, scale: int, layers: Mapping[str, int]) -> Any:
+        from diffusers import ControlNetModel  # seconds to import
+
+        # Each of them but the first halves the picture's sides: diffusers' four are for 8.
+        channels = CONTROL_CHANNELS[: scale.bit_length()]
+        return ControlNetModel.from_unet(
+            denoiser, conditioning_embedding_out_channels=channels, load_weights_from_unet=False
+        )
+
+    def control_residuals(
+        self, network: Any, control: Any, scale: float, inputs: Sequence[Any], named: Any
+    ) -> dict[str, Any]:
+        latents, *rest = inputs
+        down, middle = network(
+            latents,
+            rest[0] if rest else named["timestep"],
+            encoder_hidden_states=named["encoder_hidden_states"],
+            controlnet_cond=control.to(latents.dtype),
+            conditioning_scale=scale,
+            added_cond_kwargs=named.get("added_cond_kwargs"),
+            return_dict=False,
+        )
+        return {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
 
     def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
         inputs = {"encoder_hidden_states": conditioning["prompt_embeds"]}

@@ -83,6 +83,7 @@ class SDXL(SD):
     clip_states: ClassVar[family.ClipStates] = "penultimate"
     inputs = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
     guidance_scale = 5.0
+    control_pipeline = "StableDiffusionXLControlNetPipeline"
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
     kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},

@@ -16,6 +16,7 @@ from runtimes.families import family
 
 #: Name of the embedder and the final layer: a patch's side, and its frames.
 _SIZES = f"{family.PATCH}-1"
+TURBO_SHIFT = 3.0  # of Z-Image-Turbo's noise levels; that of Z-Image is 6
 _MULTIPLE = 32  # captions and images are padded to such a number of tokens
 
 
@@ -28,6 +29,8 @@ class ZImage(family.PatchTransformer):
     draws_latents = False  # as diffusers' train_dreambooth_lora_z_image.py
     blocks = ("ZImageTransformerBlock",)
     chained_blocks = blocks
+    #: Users of other trainers report that the base breaks with these in 8 bits.
+    unquantized = ("noise_refiner", "context_refiner", "adaLN_modulation")
     text_encoders = (
         family.TextEncoder(
             *("text_encoder", ("Qwen3Model", "Qwen3ForCausalLM"), "llm"),
@@ -45,6 +48,7 @@ class ZImage(family.PatchTransformer):
         ),
         *("musubi-tuner", "networks.lora_zimage"),
         in_comfyui=False,
+        in_invokeai=False,
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
@@ -52,6 +56,11 @@ class ZImage(family.PatchTransformer):
 
     def prompt_width(self, config: Mapping[str, Any]) -> int:
         return int(config["cap_feat_dim"])
+
+    def draws_in_few_steps(
+        self, index: Mapping[str, Any], config: Mapping[str, Any], scheduler: Mapping[str, Any]
+    ) -> bool:
+        return scheduler.get("shift") == TURBO_SHIFT
 
     def guidance_weight(self, sampler: Mapping[str, Any]) -> float:
         """The pipeline adds scale (conditional - unconditional) to the conditional: 0 is none."""

@@ -42,6 +42,7 @@ class AbstractStep:
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = Network.without_weights(request, base, plain)
         self._settings = settings
+        self._has_prior = request.has_prior
         self._network = network
         self._hosts = hosts
         self._mesh = Mesh(settings.fsdp, devices)
@@ -49,7 +50,8 @@ class AbstractStep:
         self._counter = FlopCounter(network)
         self._loops = list[scan_blocks.Loop]()
         size = (request.resolution, request.resolution)
-        self._batch = sample_batch(base, network, size, text=network.encodes_text)
+        given: dict[str, Any] = {"text": network.encodes_text, "references": request.references}
+        self._batch = sample_batch(base, network, size, **given)
         recompute_blocks(network, settings, self._mesh)
         self._names = trained_names(network)
         share = settings.global_batch_size // hosts
@@ -134,6 +136,17 @@ class AbstractStep:
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf in leaves
         )
+
+    def prior_bytes(self) -> int:
+        """Bytes per device of the base's copy for prior targets, which no argument of the step is.
+
+        The runtime shards it as the weights.
+        """
+        if not self._has_prior or self._settings.method != "full":
+            return 0
+        width = jnp.dtype(self._settings.compute_dtype).itemsize
+        weights = self._state()["weights"].values()
+        return width * sum(math.prod(w.sharding.shard_shape(w.shape)) for w in weights)
 
     def _state(self) -> dict[str, dict[str, ShapeDtypeStruct]]:
         def shape(parameter: torch.Tensor) -> ShapeDtypeStruct:

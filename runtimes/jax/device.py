@@ -32,7 +32,7 @@ def check(settings: Train) -> None:
     check_supported("jax", settings)
     # In a run of several processes, other machines can have devices of the mesh, too.
     if count is not None and Ranks.here().world == 1:
-        mesh_shape(count, settings.fsdp)
+        mesh_shape(count * settings.hosts, settings.fsdp)
 
 
 def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
@@ -80,9 +80,9 @@ def _count_devices(name: str, processes: int = 1) -> int | None:
     if name != "auto" and name not in PLATFORMS:
         raise Refused(f"device {name!r} is not for runtime jax (auto, cpu, tpu or cuda)")
     if name == "tpu" and find_spec("libtpu") is None:
-        raise Refused("device tpu: runtime jax needs libtpu, see docs/jax.md")
+        raise Refused("device tpu: runtime jax needs libtpu, see docs/tpu.md")
     if name == "cuda" and not _has_cuda_plugin():
-        raise Refused("device cuda: runtime jax needs jax[cuda13], see docs/jax.md")
+        raise Refused("device cuda: runtime jax needs jax[cuda13], see docs/tpu.md")
     if name == "tpu" or (name == "auto" and _has_tpu()):
         if processes > 1:
             raise Refused("train.processes: one process has all TPU chips of a machine: leave it 1")

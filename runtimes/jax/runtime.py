@@ -29,7 +29,7 @@ from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.torch_models.loading import trained_scheduler
-from runtimes.torch_models.network import FlopCounter, Network, has_dropout
+from runtimes.torch_models.network import FlopCounter, Network, as_base, has_dropout
 
 
 class TheRuntime(BaseRuntime):
@@ -59,6 +59,11 @@ class TheRuntime(BaseRuntime):
         self._names = steps.trained_names(network)
         half = getattr(torch, settings.compute_dtype)
         self._frozen = steps.frozen_arrays(network, self._mesh, half)
+        self._prior_weights: steps.Arrays = {}
+        if job.has_prior and settings.method == "full":  # a copy: each step frees the state's
+            dtype = jnp.dtype(settings.compute_dtype)
+            copied = jax.jit(partial(jax.tree.map, lambda a: jnp.copy(a.astype(dtype))))
+            self._prior_weights = copied(self._state["weights"])
         self._rows = settings.micro_batch(ranks.world)
         self._updates = 0
         predict = as_function(network, training=False, splash=self._mesh.splash_attention())
@@ -79,7 +84,12 @@ class TheRuntime(BaseRuntime):
     def step(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
         if self._compiled_step is None:
             self._compiled_step = self._compile(batch)
-        stacked = batch.on_device or self._stack(batch)
+        stacked = dict(batch.on_device or self._stack(batch))
+        is_prior = stacked.pop("is_prior", None)
+        # Processes run one program together, whichever of them has such rows.
+        if is_prior is not None and (batch.has_prior or self._ranks.world > 1):
+            with as_base(self._network):
+                stacked["target"] = self._prior_targets(stacked, is_prior)
         self._state, figures = self._compiled_step(
             self._state,
             self._frozen,
@@ -90,6 +100,21 @@ class TheRuntime(BaseRuntime):
         )
         self._updates += 1
         return contract.lazy_output(lambda: list(np.asarray(figures).tolist()))
+
+    @cached_property
+    def _prior_targets(self) -> Any:
+        """Compiled `steps.prior_targets`; it is traced within `as_base`."""
+        predict = as_function(self._network, training=False, splash=self._mesh.splash_attention())
+        run = partial(steps.prior_targets, predict, self._mesh)
+        dtype = self._settings.compute_dtype
+
+        def targets(weights: steps.Arrays, frozen: steps.Arrays, *rows: Any) -> jax.Array:
+            gathered = steps.gather_weights(weights, self._mesh, dtype)
+            named = {self._names[name]: array for name, array in gathered.items()}
+            return run(frozen | named, *rows)
+
+        compiled = jax.jit(targets)
+        return lambda *rows: compiled(self._prior_weights, self._frozen, *rows)
 
     def _compile(self, batch: contract.StepBatch) -> Any:
         untouched = steps.names_without_gradient(self._counter, self._network, batch)
@@ -146,9 +171,11 @@ class TheRuntime(BaseRuntime):
             self._evaluated = arrays
         return arrays
 
-    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+    def sample(
+        self, prompts: Sequence[str], sampler: dict[str, Any], controls: Sequence[str] = ()
+    ) -> NDArray[np.uint8]:
         try:
-            return super().sample(prompts, sampler)
+            return super().sample(prompts, sampler, controls)
         finally:
             self._sampler.release()
 

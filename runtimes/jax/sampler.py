@@ -32,7 +32,14 @@ from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.sample.diffusers_pipeline import BasePipeline
-from runtimes.sample.sampling_inputs import ConditionedNoise, Conditioner, Images, image_levels
+from runtimes.sample.sampling_inputs import (
+    NO_REFERENCES,
+    ConditionedNoise,
+    Conditioner,
+    Images,
+    References,
+    image_levels,
+)
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models import vae_text_encoders
 from runtimes.torch_models.loading import make_scheduler
@@ -90,7 +97,12 @@ class Sampler:
         self._jit_encode = jax.jit(as_function(Wrapped(network, _encode_texts), training=False))
 
     def draw(
-        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+        self,
+        prompts: Sequence[str],
+        sampler: dict[str, Any],
+        *,
+        first: int,
+        references: References = NO_REFERENCES,
     ) -> NDArray[np.uint8]:
         """As `PipelineSampler.draw`: images [N, H, W, 3] uint8, one per prompt."""
         arrays = self._arrays()
@@ -101,12 +113,16 @@ class Sampler:
         table = conditioner.table(self._scheduler, sampler, config)
         guidance = self._network.family.guidance_weight(sampler)
         pictures = list[NDArray[np.uint8]]()
-        for batch in conditioner.batches(
-            prompts, sampler, first=first, denoiser=config, multiple=self._mesh.count
-        ):
+        options: dict[str, Any] = {"denoiser": config, "multiple": self._mesh.count}
+        options |= {"first": first, "references": references}
+        for batch in conditioner.batches(prompts, sampler, **options):
             drawn = self._mesh.fetch(self._sample(arrays, batch, table, guidance))
             pictures.append(image_levels(drawn[: batch.count]))
         return np.concatenate(pictures)
+
+    def encode_picture(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """As `PipelineSampler.encode_picture`, on the host."""
+        return self._images(pixels)[0]
 
     @cached_property
     def _vae(self) -> Arrays:
@@ -120,7 +136,7 @@ class Sampler:
     @cached_property
     def _images(self) -> Images:
         """A second encoder's: the weights of the VAE in `_encoder` were moved to the devices."""
-        return vae_text_encoders.Encoder(self._base, device="cpu").images
+        return vae_text_encoders.Encoder(self._base, device="cpu", embeds=False).images
 
     def _sample(
         self, arrays: Arrays, batch: ConditionedNoise, table: SchedulerTable, guidance: float
@@ -208,7 +224,8 @@ class Sampler:
         if (t5 := self._encoder.t5(captions)) is not None:
             states = vae_text_encoders.join_t5(states, torch.from_numpy(t5))
         assert states is not None, "each family has CLIP's states or a T5"
-        return states.numpy(), None if pooled is None else pooled.numpy()
+        weighed = self._encoder.weighed(states.numpy(), captions)
+        return weighed, None if pooled is None else pooled.numpy()
 
 
 def same_architecture(network: Network, other: Network) -> bool:
@@ -264,7 +281,8 @@ class JaxEncoder(vae_text_encoders.Encoder):
     """The encoder of torch_models/vae_text_encoders.py, compiled by JAX.
 
     Every batch is padded to one size and runs one program, so the bits of an image do not depend on
-    the size of its batch.
+    the size of its batch. A text encoder that sees references stays on the host: it would need a
+    program for each number and shape of pictures.
     """
 
     def __init__(self, job: EncodeJob) -> None:
@@ -282,7 +300,7 @@ class JaxEncoder(vae_text_encoders.Encoder):
 
         self._moments = _compiled(Wrapped(self.vae, moments), mesh)
         self._embeds: Any = None
-        if job.embeds:
+        if job.embeds and not self.family.sees_references:
             self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
 
     def images(
@@ -304,6 +322,7 @@ class JaxEncoder(vae_text_encoders.Encoder):
             kept = self._frozen.kept(mask)
             arrays += [ids, mask]
         states, *pooled = self._embeds(TEXT_BATCH, *(array.astype(np.int32) for array in arrays))
+        states = self.weighed(states, captions)
         return vae_text_encoders.unpadded(states, kept), pooled[0] if pooled else None
 
 

@@ -23,10 +23,11 @@ from jax import Array
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
-from runtimes.contract import UNCAST, StepBatch
+from runtimes.contract import OPTIONAL, UNCAST, StepBatch
 from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.jax.mesh import Mesh
 from runtimes.learning_rate import learning_rate_factors
+from runtimes.objective.training_objective import elementwise_loss
 from runtimes.torch_models.network import FlopCounter, Network
 
 Arrays = dict[str, Array]
@@ -188,10 +189,33 @@ def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
 
 
 def errors(predict: Callable[..., Array], arrays: Arrays, seed: Array, micro: Any) -> Array:
-    """Mean squared error per sample [B] f32, without loss weights."""
+    """Mean loss per sample [B] f32, without loss weights."""
     inputs = micro["noisy_latents"], micro["timesteps"], micro["conditioning"]
     prediction = predict(arrays, seed, *inputs).astype(jnp.float32)
-    return jnp.square(prediction - micro["target"]).mean(axis=(1, 2, 3))
+    squares = jnp.square(prediction - micro["target"])
+    losses = elementwise_loss(squares, micro.get("huber_delta"), micro.get("loss_mask"))
+    return losses.mean(axis=(1, 2, 3))
+
+
+def prior_targets(
+    predict: Callable[..., Array], mesh: Mesh, arrays: Arrays, batch: Any, is_prior: Array
+) -> Array:
+    """Targets [n, B, C, h, w] f32 of stacked micro-batches: of prior rows a base's prediction.
+
+    Args:
+        predict: as of Step, without adapters and dropout.
+        arrays: the base's, by their names in its network.
+        batch: as of Step; without is_prior.
+        is_prior: [n, B].
+    """
+
+    def target(_: None, micro: Any) -> tuple[None, Array]:
+        inputs = micro["noisy_latents"], micro["timesteps"], micro["conditioning"]
+        return None, predict(arrays, jnp.uint32(0), *inputs).astype(jnp.float32)
+
+    _, predicted = jax.lax.scan(target, None, batch, unroll=not mesh.has_loops)
+    targets = jnp.where(is_prior[:, :, None, None, None], predicted, batch["target"])
+    return jax.lax.with_sharding_constraint(targets, mesh.row_sharding(axis=1))
 
 
 Stacked = dict[str, Any]
@@ -212,6 +236,7 @@ def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: A
         target: [n, B, C, h, w] f32.
         weight: [n, B] f32.
         conditioning: keyword to [n, B, ...].
+        loss_mask, huber_delta, is_prior: [n, B, ...], those that the batch has.
     """
     count = len(batch.timesteps)
     size = min(size or count, count)
@@ -227,7 +252,9 @@ def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: A
         name: array[places] if name in UNCAST else array[places].astype(dtype)
         for name, array in batch.conditioning.items()
     }
+    rows_of = {name: getattr(batch, name) for name in OPTIONAL}
     return {
+        **{name: array[places] for name, array in rows_of.items() if array is not None},
         "noisy_latents": batch.noisy_latents[places].astype(dtype),
         "timesteps": batch.timesteps[places],
         "target": batch.target[places],

@@ -58,6 +58,8 @@ def step_cost(request: TpuStepRequest) -> StepCost:
     else:
         memory = _memory(compiled.memory_analysis())
         costs = _costs(compiled, step, options)
+    for name in ("arguments", "total") if memory["total"] else ():
+        memory[name] += step.prior_bytes()
     optimal = costs.get("optimal_seconds", -1.0)
     kernel_flops = step.kernel_flops()
     # XLA's cost analysis counts one iteration of the loop over micro-batches.

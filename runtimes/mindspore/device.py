@@ -23,15 +23,13 @@ ALONE = Ranks()
 
 def check(settings: Train) -> None:
     """Raise Refused for train settings that this runtime or this machine does not support."""
-    count = settings.processes
-    ranks = Ranks.here() if launched() else Ranks(world=count, local_world=count)
+    alone = Ranks(world=settings.world_size, local_world=settings.processes)
+    ranks = Ranks.here() if launched() else alone
     on_cpu = choose(settings.device, ranks)[0] == "CPU"
     name = "runtime mindspore"
     check_supported("mindspore", settings)
     if settings.fsdp != 1 and ranks.world > 1:
         raise Refused(f"{settings.fsdp} is not for {name}: set 1", setting="train.fsdp")
-    if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):
-        raise Refused(f"dora and dropout are not for {name}: leave them out", setting="train.lora")
     if on_cpu:
         precision(settings.compute_dtype, "CPU", "train.mixed_precision")
     if on_cpu and settings.mindspore.jit_level == "O2" and settings.mindspore.mode == "graph":

@@ -7,6 +7,8 @@ in torch_models/vae_text_encoders.py. Micro-batches of a batch are MindSpore ten
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
@@ -23,6 +25,7 @@ from runtimes.contract import UNCAST, StepBatch
 from runtimes.families import Family, repeated_blocks
 from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.mindspore import load_diffusers_weights as loading
+from runtimes.objective.training_objective import elementwise_loss
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
@@ -101,7 +104,11 @@ def pooled_outputs(family: Family, models: Sequence[Any]) -> tuple[str | None, .
 
 
 def encode_ids(
-    penultimate: bool, models: Sequence[Any], pooling: Sequence[str | None], ids: Tensor
+    penultimate: bool,
+    models: Sequence[Any],
+    pooling: Sequence[str | None],
+    positions: int,
+    ids: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Hidden states [B, T, D] and pooled embeddings [B, P] or None of token ids.
 
@@ -111,18 +118,36 @@ def encode_ids(
             of the only encoder (Stable Diffusion 1 and 2).
         models: n CLIP encoders.
         pooling: `pooled_outputs` of the encoders.
-        ids: [B, n, T], one row of tokens per encoder.
+        positions: tokens that an encoder reads at once.
+        ids: [B, n, T], one row of tokens per encoder, or of its chunks (tokenize.py).
     """
+    chunks = max(1, ids.shape[2] // positions)
     if not penultimate:
-        return models[0](ids[:, 0], return_dict=False)[0], None
-    states = []
+        states = models[0](_by_chunk(ids[:, 0], chunks), return_dict=False)[0]
+        return join_chunks(states, chunks), None
+    all_states = []
     pooled = None
     for row, model in enumerate(models):
-        output = model(ids[:, row], output_hidden_states=True, return_dict=False)
-        states.append(output[-1][-2])
+        tokens = _by_chunk(ids[:, row], chunks)
+        output = model(tokens, output_hidden_states=True, return_dict=False)
+        all_states.append(join_chunks(output[-1][-2], chunks))
         if pooling[row] is not None:
-            pooled = output[0]
-    return ops.concat(states, -1), pooled
+            pooled = output[0] if chunks == 1 else output[0][::chunks]
+    return ops.concat(all_states, -1), pooled
+
+
+def _by_chunk(ids: Tensor, chunks: int) -> Tensor:
+    return ids if chunks == 1 else ids.reshape((ids.shape[0] * chunks, ids.shape[1] // chunks))
+
+
+def join_chunks(states: Tensor, chunks: int) -> Tensor:
+    """As torch_models/vae_text_encoders.py:join_chunks; the states themselves of one chunk."""
+    if chunks == 1:
+        return states
+    rows, length, width = states.shape
+    states = states.reshape((rows // chunks, chunks, length, width))
+    inner = states[:, :, 1:-1].reshape((rows // chunks, chunks * (length - 2), width))
+    return ops.concat((states[:, 0, :1], inner, states[:, -1, -1:]), 1)
 
 
 def as_stored(embeds: Tensor, dtype: ms.Type) -> Tensor:
@@ -164,6 +189,7 @@ class Network(nn.Cell):
         self.trains_text = bool(names)
         self.text_encoders = nn.CellList(encoders, auto_prefix=False)
         self.pooling = pooled_outputs(family, encoders)
+        self.positions = encoders[0].config.max_position_embeddings if encoders else 0
         for part, cell in {**parts, **self.frozen_clip}.items():
             for name, parameter in loading.named_weights(cell).items():
                 parameter.name = f"{part}.{name}"
@@ -291,7 +317,8 @@ class Network(nn.Cell):
             dropped: [B]; 1 replaces the embeddings by zeros.
             dtype: dtype of the embeddings of frozen encoders.
         """
-        states, pooled = encode_ids(self.penultimate, self.text_encoders, self.pooling, ids)
+        about = (self.penultimate, self.text_encoders, self.pooling, self.positions)
+        states, pooled = encode_ids(*about, ids)
         if not self.trains_text:
             states = as_stored(states, dtype)
             pooled = None if pooled is None else as_stored(pooled, dtype)
@@ -306,6 +333,34 @@ def load_frozen_clip(base: Base, dtype: str) -> dict[str, nn.Cell]:
     return {name: loading.load_text_encoder(base, name, getattr(ms, dtype)) for name in names}
 
 
+def prior_network(network: Network, job: TrainJob, base: Base, settings: Train) -> Network:
+    """As torch_models/network.py's `prior_network`: the network of a base's predictions."""
+    if settings.method == "lora":
+        return network
+    loaded = Network.load(replace(job, text_dtype=None), base, settings)
+    copied = Network(network.family, loaded.parts, network.frozen_clip)
+    if settings.compute_dtype != "float32":
+        copied.cast(getattr(ms, settings.compute_dtype))
+    for parameter in copied.get_parameters():
+        parameter.requires_grad = False
+    return copied
+
+
+@contextmanager
+def as_base(network: Network) -> Iterator[None]:
+    """Within the context, a network's adapters are switched off, and it has no dropout."""
+    layers = [cell for _, cell in network.cells_and_names() if isinstance(cell, LoraLayer)]
+    network.set_train(False)
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        network.set_train(True)
+
+
 def _recompute(part: nn.Cell) -> None:
     """Enable gradient checkpointing of a component's blocks."""
     blocks = repeated_blocks()
@@ -314,9 +369,12 @@ def _recompute(part: nn.Cell) -> None:
             cell.recompute()
 
 
-def squared_errors(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error per sample [B] f32 of [B, C, h, w] arrays."""
-    return ops.square(prediction.astype(ms.float32) - target).mean((1, 2, 3))
+def losses_of(
+    prediction: Tensor, target: Tensor, delta: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """Mean loss per sample [B] f32 of [B, C, h, w] arrays; `elementwise_loss` has the others."""
+    squares = ops.square(prediction.astype(ms.float32) - target)
+    return elementwise_loss(squares, delta, mask).mean((1, 2, 3))
 
 
 class Inputs:
@@ -334,6 +392,8 @@ class Inputs:
             conditioning [B, ...] in the order of Network.conditioning.
         target: [B, C, h, w] f32, the objective's regression target.
         share: [B] f32, each sample's loss weight divided by the global batch size.
+        delta, mask: StepBatch's huber_delta and loss_mask, or None.
+        has_prior: whether a row's target is a base's prediction.
     """
 
     def __init__(
@@ -357,16 +417,28 @@ class Inputs:
         self.seen = (latents, tensor(batch.timesteps[part]), *conditioning)
         self.target = tensor(batch.target[part])
         self.share = tensor(batch.weight[part] / np.float32(batch.denominator))
+        rows = (batch.huber_delta, batch.loss_mask, batch.is_prior)
+        parts = [None if array is None else tensor(array[part]) for array in rows]
+        self.delta, self.mask, self._is_prior = parts
+        self.has_prior = batch.is_prior is not None and bool(batch.is_prior[part].any())
 
     def errors(self, network: Network) -> Tensor:
-        """Mean squared error per sample [B] f32, without loss weights."""
-        return squared_errors(network(*self.seen), self.target)
+        """Mean loss per sample [B] f32, without loss weights."""
+        return losses_of(network(*self.seen), self.target, self.delta, self.mask)
+
+    def set_prior_targets(self, base: Network) -> None:
+        """Set the targets of prior rows to a base's prediction."""
+        assert self._is_prior is not None
+        rows = self._is_prior.reshape((-1, 1, 1, 1))
+        prediction = ops.stop_gradient(base(*self.seen)).astype(ms.float32)
+        self.target = ops.where(rows, prediction, self.target)
 
     def to_device(self) -> Inputs:
         """Start an asynchronous copy to the NPU; returns self."""
         self.seen = tuple(array.move_to("Ascend", blocking=False) for array in self.seen)
-        self.target = self.target.move_to("Ascend", blocking=False)
-        self.share = self.share.move_to("Ascend", blocking=False)
+        for name in ("target", "share", "delta", "mask", "_is_prior"):
+            if (array := getattr(self, name)) is not None:
+                setattr(self, name, array.move_to("Ascend", blocking=False))
         return self
 
 

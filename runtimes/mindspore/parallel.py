@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -97,7 +99,7 @@ def open_parallel(ranks: Ranks) -> SingleProcess:
     if STARTED not in os.environ:
         meeting = {
             "MS_WORKER_NUM": str(ranks.world),
-            "MS_SCHED_HOST": os.environ["MASTER_ADDR"],
+            "MS_SCHED_HOST": socket.gethostbyname(os.environ["MASTER_ADDR"]),  # it takes no name
             "MS_SCHED_PORT": os.environ["MASTER_PORT"],
         }
         os.environ |= meeting | {STARTED: "MS_WORKER", "MS_NODE_ID": str(ranks.rank)}
@@ -156,5 +158,6 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm signals all; ranks need it at the end
     threading.Thread(target=_end_with_parent, daemon=True).start()
     serve()

@@ -22,7 +22,14 @@ from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
 from runtimes.mindspore.device import check, describe, memory_bytes, start, versions
 from runtimes.mindspore.load_diffusers_weights import set_flash_attention
-from runtimes.mindspore.network import Inputs, Network, micro_batches, squared_errors
+from runtimes.mindspore.network import (
+    Inputs,
+    Network,
+    as_base,
+    losses_of,
+    micro_batches,
+    prior_network,
+)
 from runtimes.mindspore.parallel import SingleProcess, open_parallel
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.mindspore.update import Update, float32_copy
@@ -42,6 +49,7 @@ class Step:
         update: update of the masters.
         parallel: sums the gradients of all processes.
         settings: micro-batch size and compute dtype.
+        prior: the network that predicts targets of prior rows, see `prior_network`.
     """
 
     network: Network
@@ -49,11 +57,15 @@ class Step:
     update: Update
     parallel: SingleProcess
     settings: Train
+    prior: Network
 
     def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         scale = Tensor(self.update.loss_scale.value, ms.float32)
         sums: list[Tensor] = []  # the loss, then each gradient
         for inputs in batch.on_device or self.inputs(batch):
+            if inputs.has_prior:
+                with as_base(self.prior):
+                    inputs.set_prior_targets(self.prior)
             part = self.gradients(inputs, scale)
             sums = self.gradients.add(sums, part) if sums else part
         loss, *gradients = self.parallel.sum_over_ranks(sums)
@@ -85,7 +97,8 @@ class Gradients:
         self._add = ms.jit(_add)
 
     def __call__(self, inputs: Inputs, scale: Tensor) -> list[Tensor]:
-        loss, gradients = self._value_and_grad(inputs.target, inputs.share, scale, *inputs.seen)
+        rows = inputs.target, inputs.share, inputs.delta, inputs.mask
+        loss, gradients = self._value_and_grad(*rows, scale, *inputs.seen)
         return [loss, *gradients]
 
     def add(self, sums: list[Tensor], part: list[Tensor]) -> list[Tensor]:
@@ -101,15 +114,27 @@ class _Backward(nn.Cell):
         self.gradients = ops.value_and_grad(self.forward, None, weights, has_aux=True)
 
     def forward(
-        self, target: Tensor, share: Tensor, scale: Tensor, *seen: Tensor
+        self,
+        target: Tensor,
+        share: Tensor,
+        delta: Tensor | None,
+        mask: Tensor | None,
+        scale: Tensor,
+        *seen: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        loss = (squared_errors(self.network(*seen), target) * share).sum()
+        loss = (losses_of(self.network(*seen), target, delta, mask) * share).sum()
         return loss * scale, loss
 
     def construct(
-        self, target: Tensor, share: Tensor, scale: Tensor, *seen: Tensor
+        self,
+        target: Tensor,
+        share: Tensor,
+        delta: Tensor | None,
+        mask: Tensor | None,
+        scale: Tensor,
+        *seen: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        (_, loss), gradients = self.gradients(target, share, scale, *seen)
+        (_, loss), gradients = self.gradients(target, share, delta, mask, scale, *seen)
         return loss, gradients
 
 
@@ -141,18 +166,19 @@ class TheRuntime(BaseRuntime):
         parallel = self._collectives = open_parallel(ranks)
         self._dtype = getattr(ms, settings.compute_dtype)
         network = Network.load(job, base, settings)
+        prior = prior_network(network, job, base, settings) if job.has_prior else network
         computed = network.trained()
         masters = computed
         if settings.method == "full" and settings.compute_dtype != "float32":
             masters = {name: float32_copy(f"master.{name}", p) for name, p in computed.items()}
             network.cast(self._dtype)
-        for part in network.parts.values():
+        for part in (*network.parts.values(), *prior.parts.values()):
             set_flash_attention(part, flash=settings.mindspore.flash_attention)
         reached = [name for name in computed if network.receives_gradient(name)]
         self._network = network.set_train(True)
         gradients = Gradients(network, [computed[n] for n in reached], settings.mindspore)
         self._update = Update(masters, computed, reached, settings)
-        self._step = Step(network, gradients, self._update, parallel, settings)
+        self._step = Step(network, gradients, self._update, parallel, settings, prior)
 
     def put(self, batch: StepBatch) -> StepBatch:
         parts = list(self._step.inputs(batch))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from runtimes.mindspore import network as networks
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
-from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
+from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler, encode_prompt_by
 from runtimes.sample.sampling_inputs import NoiseBatch
-from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary
+from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary, weigh_states
 
 Float32 = NDArray[np.float32]
 
@@ -76,8 +77,7 @@ class Encoder:
             part = text_encoder.component
             tokenizer = _tokenizer(base, text_encoder)
             self.tokenizers[text_encoder.tokenizer] = tokenizer
-            length = tokenizer.model_max_length
-            self._tokenizers.append(TextTokenizer(self._family, text_encoder, tokenizer, length))
+            self._tokenizers.append(TextTokenizer(base, text_encoder, tokenizer))
             if embeds:
                 self.text_encoders[part] = loading.load_text_encoder(base, part, dtype)
 
@@ -94,18 +94,26 @@ class Encoder:
         mean, logvar = ops.split(moments, moments.shape[1] // 2, 1)
         return mean.asnumpy(), np.clip(logvar.asnumpy(), -30.0, 20.0)  # as diffusers
 
-    def texts(self, captions: Sequence[str]) -> tuple[Float32, Float32 | None]:
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[Any] = ()
+    ) -> tuple[Float32, Float32 | None]:
         """Prompt embeddings [K, T, D] f32 and pooled embeddings [K, P] f32 of K captions.
 
         SD 1 and 2 have no pooled embeddings: the second value is None.
+
+        Args:
+            clip: CLIP encoders that replace the pipeline's, such as trained ones.
         """
         ids = Tensor(pad_rows(self.input_ids(captions), self._caption_rows))
-        models = list(self.text_encoders.values())
+        models = list(clip or self.text_encoders.values())
         penultimate = self._family.clip_states == "penultimate"
         pooling = networks.pooled_outputs(self._family, models)
-        states, pooled = networks.encode_ids(penultimate, models, pooling, ids)
+        positions = models[0].config.max_position_embeddings
+        states, pooled = networks.encode_ids(penultimate, models, pooling, positions, ids)
         count = len(captions)
         embeds = states.astype(ms.float32).asnumpy()[:count]
+        widths = [model.config.hidden_size for model in models]
+        embeds = weigh_states(embeds, captions, self._tokenizers, widths)
         return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()[:count]
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
@@ -174,7 +182,18 @@ class Sampler(PipelineSampler):
         pipe = getattr(diffusers, family.pipelines[0])(**{**built, **parts}, **options)
         if "add_time_ids" in family.inputs:
             _keep_sizes_exact(pipe)
+        if base.reads_unusually:
+            pipe.encode_prompt = encode_prompt_by(pipe, self._texts)
         super().__init__(pipe, family, make_scheduler)
+
+    def _texts(self, prompts: list[str]) -> tuple[Tensor, Tensor | None]:
+        clip = [getattr(self._pipe, name) for name in self._family.clip_encoders]
+        states, pooled = self._encoder.texts(prompts, clip)
+        as_pipeline = partial(Tensor, dtype=self._dtype)
+        return as_pipeline(states), None if pooled is None else as_pipeline(pooled)
+
+    def encode_picture(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self._encoder.images(pixels)[0]
 
     def _call(self, batch: NoiseBatch, **options: Any) -> Any:
         latents = networks.tensor(batch.noise).astype(self._dtype)

@@ -36,6 +36,7 @@ class Stream(IntEnum):
     WINDOW = 7  # (epoch, bucket, window) the order of samples
     PICTURE = 8  # (image) the initial noise of sampling
     INPUT_PERTURBATION = 9  # (sample) the perturbation of the input noise
+    REFERENCES = 10  # (batch) whether its references are dropped
     ADAPTERS = 20  # (digest of an adapter's name) its initial weights
     DROPOUT = 21  # (step, first sample of the micro-batch, rank) the dropout seed
     SCORE = 22  # () the initial weights of the aesthetic-score embedding

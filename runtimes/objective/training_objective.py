@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from artifacts.latent_shards import LatentScale
 from configs.errors import Refused
 from configs.settings.train import Train
-from configs.settings.train_parts import TimestepSampling
+from configs.settings.train_parts import Huber, TimestepSampling
 from runtimes.objective import noise_schedule, random_draws
 from runtimes.objective.random_draws import Stream, draw_normal
 
@@ -82,6 +82,44 @@ def flow_weight(sigma: Array, kind: FlowWeighting) -> Array:
     return np.ones_like(sigma)
 
 
+def huber_delta(
+    schedule: noise_schedule.Schedule, levels: noise_schedule.Levels, settings: Huber
+) -> Array:
+    """Pseudo-Huber's delta per sample [B] f32, as `huber_c` in kohya's sd-scripts.
+
+    constant: delta scale; exponential: delta^(t / T) scale; snr: (1 - delta) / (1 + sigma)^2 +
+    delta, where sigma^2 = 1 / SNR.
+    """
+    delta = np.float64(settings.delta)
+    if settings.schedule == "constant":
+        found = np.full(len(levels), delta * settings.scale)
+    elif settings.schedule == "exponential":
+        found = delta ** (schedule.timesteps(levels) / len(schedule)) * settings.scale
+    else:
+        assert isinstance(schedule, noise_schedule.NoiseSchedule)
+        with np.errstate(divide="ignore"):  # zero terminal SNR
+            sigma = 1 / np.sqrt(_snr(schedule, levels))
+        found = (1 - delta) / (1 + sigma) ** 2 + delta
+    return np.asarray(found, np.float32)
+
+
+def elementwise_loss(squares: Any, delta: Any = None, mask: Any = None) -> Any:
+    """Losses [B, C, h, w] of squared errors, in the arrays of any framework.
+
+    Pseudo-Huber is a factor of the square: 2 d (sqrt(e^2 + d^2) - d) = 2 d e^2 / (sqrt(e^2 + d^2)
+    + d), which keeps its digits where e is small.
+
+    Args:
+        squares: squared errors [B, C, h, w] f32.
+        delta: [B] f32; None: the squares.
+        mask: factor of the loss at each position [B, h, w] f32; None: 1.
+    """
+    if delta is not None:
+        wide = delta[:, None, None, None]
+        squares = squares * (2 * wide / ((squares + wide * wide) ** 0.5 + wide))
+    return squares if mask is None else squares * mask[:, None]
+
+
 def _snr(schedule: noise_schedule.NoiseSchedule, levels: noise_schedule.Levels) -> Array:
     with np.errstate(divide="ignore"):  # SNR is infinite without noise
         return schedule.snr(levels)
@@ -95,6 +133,7 @@ class NoisedBatch:
     timesteps: NDArray[np.int32] | Array
     target: Array
     weight: Array
+    huber_delta: Array | None
 
 
 @dataclass(frozen=True)
@@ -111,6 +150,8 @@ class Objective:
     snr_gamma: float | None = None
     debiased_estimation_loss: bool = False
     weighting_scheme: FlowWeighting = "none"
+    loss: Literal["mse", "huber", "smooth_l1"] = "mse"
+    huber: Huber = field(default_factory=Huber)
     noise_offset: float = 0.0
     input_perturbation: float = 0.0
     sampling: TimestepSampling = field(default_factory=TimestepSampling)
@@ -129,6 +170,11 @@ class Objective:
                         f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
                         "train.weighting_scheme"
                     )
+            if self.loss != "mse" and self.huber.schedule == "snr":
+                raise Refused(
+                    "train.huber.schedule: snr is of diffusion, and the base is a flow: set "
+                    "exponential or constant"
+                )
         elif self.weighting_scheme != "none":
             raise Refused(
                 f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
@@ -173,6 +219,8 @@ class Objective:
             snr_gamma=settings.snr_gamma,
             debiased_estimation_loss=settings.debiased_estimation_loss,
             weighting_scheme=settings.weighting_scheme,
+            loss=settings.loss,
+            huber=settings.huber,
             noise_offset=settings.noise_offset,
             input_perturbation=settings.input_perturbation,
             sampling=settings.timesteps,
@@ -181,16 +229,24 @@ class Objective:
         )
 
     def held_out(self, seed: int) -> Objective:
-        """The objective for measurement: uniform timesteps, no caption dropout, no loss weights."""
+        """The objective for measurement: uniform timesteps, no caption dropout, squared errors."""
         return Objective(self.schedule, self.scale, seed, noise_offset=self.noise_offset)
 
-    def choices(self, counters: Sequence[int]) -> list[random_draws.Choices]:
-        """The random choices for the samples at `counters`."""
+    def choices(
+        self, counters: Sequence[int], dropout_rates: Sequence[float | None] = ()
+    ) -> list[random_draws.Choices]:
+        """The random choices for the samples at `counters`.
+
+        Args:
+            dropout_rates: caption dropout of each sample; None: the objective's own.
+        """
         levels = len(self.schedule)
         bands = self.equidistant_levels
         rngs = random_draws.generators(self.seed, Stream.CHOICES, counters)
+        own = self.caption_dropout_rate
+        rates = dropout_rates or [None] * len(counters)
         choices = []
-        for counter, rng in zip(counters, rngs, strict=True):
+        for counter, rate, rng in zip(counters, rates, rngs, strict=True):
             u, caption, dropout, flip, mask = rng.random(5).tolist()
             if bands is not None:
                 level = (2 * (counter % bands) + 1) * levels // (2 * bands)
@@ -198,7 +254,7 @@ class Objective:
                 level = int(u * levels)
             else:
                 level = random_draws.level_at(u, self._bounds)
-            dropped = dropout < self.caption_dropout_rate
+            dropped = dropout < (own if rate is None else rate)
             choices.append(random_draws.Choices(level, caption, dropped, flip, mask))
         return choices
 
@@ -236,11 +292,17 @@ class Objective:
         if self.input_perturbation:  # arXiv 2301.11706: the target has `noise`
             more = draw_normal(self.seed, Stream.INPUT_PERTURBATION, counters, shape)
             perturbed = noise + np.float32(self.input_perturbation) * more
+        weight = self.weight(levels, schedule)
+        delta = None
+        if self.loss != "mse":
+            delta = huber_delta(schedule, levels, self.huber)
+            weight = weight / delta if self.loss == "smooth_l1" else weight
         return NoisedBatch(
             schedule.add_noise(latents, perturbed, levels),
             schedule.timesteps(levels),
             schedule.target(latents, noise, levels),
-            self.weight(levels, schedule),
+            weight,
+            delta,
         )
 
     def weight(self, levels: noise_schedule.Levels, schedule: noise_schedule.Schedule) -> Array:

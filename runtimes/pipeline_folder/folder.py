@@ -66,6 +66,8 @@ _SIZES = (
 )
 #: Captions per batch of the text encoders.
 TEXT_BATCH = 32
+#: `encode.max_tokens` -> chunks of a caption, each of which CLIP reads with marks of its own.
+CHUNKS = {77: 1, 150: 2, 225: 3}
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,26 @@ class Base:
     family: Family
     index: Config = field(repr=False, compare=False)  # model_index.json
     vae_folder: Path | None = None  # folder of the VAE that replaces the pipeline's own
+    max_tokens: int = 77  # as encode.max_tokens
+    emphasis: str = "text"  # as encode.captions.emphasis
 
     @classmethod
-    def open(cls, folder: Path, vae_folder: Path | None = None) -> Base:
+    def open(
+        cls,
+        folder: Path,
+        vae_folder: Path | None = None,
+        *,
+        max_tokens: int = 77,
+        emphasis: str = "text",
+    ) -> Base:
         """Open a pipeline folder.
 
         Args:
             folder: a diffusers pipeline folder.
             vae_folder: an AutoencoderKL that replaces the pipeline's own, or a pipeline folder
                 with `vae/`.
+            max_tokens: as encode.max_tokens.
+            emphasis: as encode.captions.emphasis.
 
         Raises:
             Refused: model_index.json is missing or invalid, or the family is unknown.
@@ -95,18 +108,25 @@ class Base:
         family, index = detect_family(folder)
         if vae_folder is not None and not (vae_folder / "config.json").is_file():
             vae_folder = vae_folder / "vae"
-        return cls(folder, family, Config(folder / "model_index.json", index), vae_folder)
+        config = Config(folder / "model_index.json", index)
+        return cls(folder, family, config, vae_folder, max_tokens, emphasis)
 
     @classmethod
     def of(cls, job: HasModel) -> Base:
         """Open the pipeline of a job or request. Raises Refused."""
-        return cls.open(Path(job.model), None if job.vae is None else Path(job.vae))
+        vae = None if job.vae is None else Path(job.vae)
+        return cls.open(Path(job.model), vae, max_tokens=job.max_tokens, emphasis=job.emphasis)
 
     @property
     def job_fields(self) -> dict[str, Any]:
         """The fields of a job or request by which another process opens this base."""
         vae = None if self.vae_folder is None else str(self.vae_folder)
-        return {"model": str(self.folder), "vae": vae}
+        return {"model": str(self.folder), "vae": vae, **self.reading}
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How CLIP reads captions: arguments of `open`."""
+        return {"max_tokens": self.max_tokens, "emphasis": self.emphasis}
 
     def part(self, name: str) -> Path:
         """The folder of a part, such as `scheduler`."""
@@ -150,6 +170,11 @@ class Base:
         """Whether the pipeline ignores the guidance scale."""
         return self.family.is_distilled(self.index)
 
+    @property
+    def draws_in_few_steps(self) -> bool:
+        """Whether the model is distilled to few steps, where its configs tell."""
+        return self.family.draws_in_few_steps(self.index, self.denoiser, self.scheduler)
+
     @cached_property
     def encoders(self) -> Mapping[str, Any]:
         """The content of `latents.json`, see artifacts/latent_shards.py, from config files alone.
@@ -181,11 +206,27 @@ class Base:
     def digest_encoders(self) -> str:
         """sha256 of all files and settings that affect encodings. It excludes the denoiser."""
         replaced = self.vae_folder is not None
-        parts = TEXT_PARTS if replaced else (*TEXT_PARTS, "vae")
-        facts = {name: self.index.get(name) for name in TEXT_PARTS}
+        parts = self.text_parts if replaced else (*self.text_parts, "vae")
+        facts = {name: self.index.get(name) for name in self.text_parts}
         facts["info"] = dict(self.encoders)
         vae = digest_model(self.vae) if replaced else None
         return digest_json({"parts": digest_model(self.folder, parts), "vae": vae, "index": facts})
+
+    def digest_texts(self) -> str:
+        """sha256 of all files that affect embeddings of captions."""
+        facts = {name: self.index.get(name) for name in self.text_parts}
+        parts = digest_model(self.folder, self.text_parts)
+        return digest_json({"parts": parts, "index": facts, "reading": self.reading})
+
+    @property
+    def text_parts(self) -> tuple[str, ...]:
+        """The parts that encode captions, of which a pipeline may lack some."""
+        processors = (encoder.processor for encoder in self.family.text_encoders)
+        return (*TEXT_PARTS, *(name for name in processors if name is not None))
+
+    def digest_vae(self) -> str:
+        """sha256 of the VAE's files."""
+        return digest_model(self.vae)
 
     def class_of(self, part: str) -> str | None:
         """The class that model_index.json names for a part; None if the pipeline lacks it."""
@@ -198,8 +239,10 @@ class Base:
         return str(self.class_of(part))
 
     def check_text_encoders(self) -> None:
-        """Raise Refused for a text encoder that is missing, or of another class."""
+        """Raise Refused for a text encoder or processor that is missing, or of another class."""
         for encoder in self.family.text_encoders:
+            if encoder.processor is not None:
+                read_config(self.part(encoder.processor) / "preprocessor_config.json")
             kind = self.class_of(encoder.component)
             if kind in encoder.classes or (kind is None and encoder.optional):
                 continue
@@ -245,10 +288,28 @@ class Base:
     def caption_limits(self) -> dict[str, int]:
         """Text encoder -> tokens of a caption that it reads; CLIP's come before a T5's or LLM's."""
         names = self.family.clip_encoders
-        limits = {name: int(self.config(name)["max_position_embeddings"]) for name in names}
+        limits = {name: self.chunks * (self._positions(name) - 2) + 2 for name in names}
         if self.family.frozen_text is not None and self.has_frozen_text:
             limits[self.family.frozen_text.component] = self.text_length
         return limits
+
+    @property
+    def reads_unusually(self) -> bool:
+        """Whether CLIP's embeddings of a caption are not those of the diffusers pipeline."""
+        return self.chunks > 1 or self.emphasis == "weights"
+
+    @property
+    def chunks(self) -> int:
+        """Chunks in which the CLIP encoders read a caption."""
+        return CHUNKS[self.max_tokens]
+
+    @property
+    def input_ids_length(self) -> int:
+        """Token ids T of a caption for a CLIP encoder: those of all chunks with their own marks."""
+        return self.chunks * self._positions(self.family.clip_encoders[0])
+
+    def _positions(self, clip_encoder: str) -> int:
+        return int(self.config(clip_encoder)["max_position_embeddings"])
 
     @property
     def pooled_outputs(self) -> tuple[str | None, ...]:
@@ -257,12 +318,12 @@ class Base:
         return self.family.pooled_outputs([k == "CLIPTextModelWithProjection" for k in kinds])
 
     @property
-    def unusual_texts(self) -> dict[str, str]:
-        """How the text encoders differ from those of the family's published models.
+    def unusual_texts(self) -> dict[str, Any]:
+        """How text encoders, or what they read, differ from those of the family's published models.
 
         Keys contain these facts; nearly all pipelines have none.
         """
-        facts = dict[str, str]()
+        facts = {n: value for n, value in self.reading.items() if value != getattr(Base, n)}
         frozen = self.family.frozen_text
         if frozen is not None and not frozen.padded and _pads_left(self.part(frozen.tokenizer)):
             facts["padding_side"] = "left"
@@ -299,7 +360,7 @@ def _describe_clip(base: Base) -> dict[str, Any]:
     if not base.family.clip:
         return {"prompt_dim": 0, "pooled_dim": None}
     configs = [(encoder, base.config(encoder.component)) for encoder in base.family.clip]
-    tokens = configs[0][1]["max_position_embeddings"]
+    tokens = base.chunks * (configs[0][1]["max_position_embeddings"] - 2) + 2
     pooled = (
         config["projection_dim" if name == "text_embeds" else "hidden_size"]
         for name, (_, config) in zip(base.pooled_outputs, configs, strict=True)

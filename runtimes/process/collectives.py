@@ -7,6 +7,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -21,9 +22,23 @@ def join(ranks: Ranks, backend: str = "gloo") -> None:
     """Initialise the run's process group, unless it exists."""
     if dist.is_initialized():
         return
-    if os.environ.get("MASTER_ADDR") == "127.0.0.1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
+    # By default gloo announces the address of the host's own name. That name may not resolve, or to
+    # a loopback address (Debian's 127.0.1.1), which other hosts cannot reach.
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to_rank_0()):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
     dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=TIMEOUT)
+
+
+def _interface_to_rank_0() -> str | None:
+    """Name of the network interface by which this host reaches MASTER_ADDR, if there is one."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # it sends nothing
+            route.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            own = route.getsockname()[0]
+    except (KeyError, OSError):  # gloo will say what it cannot reach
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, all_ in interfaces if own in (a.address for a in all_)), None)
 
 
 class HostCollectives:

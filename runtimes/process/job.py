@@ -7,7 +7,7 @@ An event is a JSON line from a runtime's process to its parent, the stage.
 | start      | runtime, device, versions, step, total                                           |
 | progress   | step, total, loss, learning_rate, grad_norm, images_per_second, data_wait (fraction |
 |            | of the time), eta_seconds, memory_bytes; tflops (of one device) and mfu, or null |
-| validation | step, loss, error (standard error, or null): the held-out loss                   |
+| validation | step, loss, error (standard error, or null): the held-out loss; by_source        |
 | checkpoint | step, path, seconds (total), blocked (seconds of paused training), bytes         |
 | back       | step (restored after divergence), left_out (number of the skipped batch)         |
 | sample     | step, path                                                                       |
@@ -36,10 +36,15 @@ from configs.errors import Refused
 
 
 class HasModel:
-    """A job or request with a pipeline, and perhaps a VAE that replaces the pipeline's own."""
+    """A job or request with a pipeline, and perhaps a VAE that replaces the pipeline's own.
+
+    `max_tokens` and `emphasis` are as the fields of `Base`.
+    """
 
     model: str
     vae: str | None
+    max_tokens: int
+    emphasis: str
 
 
 class HasNetwork(HasModel):
@@ -47,6 +52,7 @@ class HasNetwork(HasModel):
 
     denoiser_config: dict[str, Any] | None
     text_dtype: str | None
+    control_start: str | None
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,23 @@ class TrainJob(HasNetwork):
     denoiser_config: dict[str, Any] | None = None  # content of `train.denoiser_config`
     compiled: str | None = None  # URL of the compile cache; None disables it
     adapters: str | None = None  # URL of the LoRA file with the weights of step 0; None: new ones
+    assistant: str | None = None  # URL of adapters, of scale 1, to merge into the denoiser
     holdout: str | None = None  # URL of the latents with the held-out samples; None: `latents`
     # Dtype of frozen text encoders in the step, as Encode.text_dtype; ignored if they are trained.
     text_dtype: str | None = None
+    # Recipe.mixture: source -> weight, repeats, loss_weight, caption_dropout_rate, regularisation.
+    mixture: dict[str, dict[str, Any]] = field(default_factory=dict)
+    control_start: str | None = None  # folder of the ControlNet to start from; None: a new one
+    sample_controls: tuple[str, ...] = ()  # URL of the control picture of each sample prompt
     claim: Claim | None = None  # of the lock under which `work` and `out` are written
+    max_tokens: int = 77
+    emphasis: str = "text"
     kind: str = "train"
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether samples of a source have the frozen base's prediction as their target."""
+        return any(each["regularisation"] == "prior" for each in self.mixture.values())
 
     def check_lock(self) -> None:
         """Raise LockLost if another builder owns the folders; nothing may be written then."""
@@ -81,10 +99,10 @@ class TrainJob(HasNetwork):
 class Drawing:
     """One model of a GenerateJob and its output folder."""
 
-    out: str  # local folder: 00000.png, 00001.png, ... and losses.json
-    # Replaced components (unet, text_encoder, ...) -> local folder.
+    out: str  # folder, local or a URL: 00000.png, 00001.png, ... and losses.json
+    # Replaced components (unet, text_encoder, ...) -> folder, local or a URL.
     parts: dict[str, str] = field(default_factory=dict)
-    lora: str | None = None  # local safetensors file of LoRA adapters, in diffusers' format
+    lora: str | None = None  # safetensors file of LoRA adapters, in diffusers' format; also a URL
 
 
 @dataclass(frozen=True)
@@ -92,7 +110,7 @@ class GenerateJob(HasModel):
     """Generate images of the same prompts and noise with each model; measure held-out losses."""
 
     runtime: str
-    model: str  # local folder of the pipeline
+    model: str  # pipeline: a local folder or a URL
     drawings: tuple[Drawing, ...]
     prompts: tuple[str, ...]  # one image per prompt, in order
     # seed, scheduler, num_inference_steps, guidance_scale, height and width (None: the model's
@@ -105,16 +123,24 @@ class GenerateJob(HasModel):
     latents: str | None = None  # URL of the latents artifact with the held-out split
     text_dtype: str | None = None  # as TrainJob.text_dtype, for these latents
     # Of the held-out losses: samples, levels (of noise), seed, noise_offset; guidance_scale unless
-    # it is 1.
+    # it is 1; masked_loss if there is one.
     holdout: dict[str, Any] = field(default_factory=dict)
-    vae: str | None = None  # local folder of a VAE that replaces the pipeline's own
+    vae: str | None = None  # VAE that replaces the pipeline's own: a local folder or a URL
     compiled: str | None = None  # as TrainJob.compiled
     flash_attention: bool = True  # as train.mindspore.flash_attention
     offload: bool = False  # whether layers are on the device only while they run
+    #: Files of each prompt's reference pictures, in order; () if no prompt has any.
+    references: tuple[tuple[str, ...], ...] = ()
+    reference_pixels: int = 1024 * 1024  # their largest area, as encode.reference_pixels
+    reference_step: int = 64  # the divisor of their sides, as encode.bucket_step
     first: int = 0  # number of the first image, which selects its noise
     fixed_noise: bool = False  # every batch starts from the first batch's noise
     # Metadata for each PNG, besides its prompt and noise number; None writes no metadata.
     words: dict[str, Any] | None = None
+    hosts: int = 1  # that share batches and losses; NODE_RANK is the number of this one
+    controls: tuple[str, ...] = ()  # URL of the control picture of each prompt; (): none
+    max_tokens: int = 77
+    emphasis: str = "text"
     kind: str = "generate"
 
 
@@ -129,7 +155,11 @@ class EncodeJob(HasModel):
     device: str = "auto"
     dtype: str = "float32"
     text: str = "embeddings"  # as `encode.text`
+    text_precision: str | None = None  # int8, nf4; of the linear layers of the T5 or LLM
+    offload: bool = False  # whether layers of text encoders are on the device only while they run
     compiled: str | None = None  # as TrainJob.compiled
+    max_tokens: int = 77
+    emphasis: str = "text"
 
     @property
     def embeds(self) -> bool:
@@ -154,11 +184,12 @@ def read_job(path: Path) -> Job:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields.get("kind", "train") == "train":
             claim = Claim(**fields["claim"]) if fields.get("claim") else None
-            prompts = tuple(fields.get("sample_prompts", ()))
-            return TrainJob(**{**fields, "sample_prompts": prompts, "claim": claim})
+            lists = {n: tuple(fields.get(n, ())) for n in ("sample_prompts", "sample_controls")}
+            return TrainJob(**{**fields, **lists, "claim": claim})
         drawings = tuple(Drawing(**drawing) for drawing in fields["drawings"])
-        prompts = tuple(fields["prompts"])
-        return GenerateJob(**{**fields, "drawings": drawings, "prompts": prompts})
+        lists = {"prompts": tuple(fields["prompts"]), "controls": tuple(fields.get("controls", ()))}
+        lists["references"] = tuple(map(tuple, fields.get("references", ())))
+        return GenerateJob(**{**fields, **lists, "drawings": drawings})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else error
         raise Refused(

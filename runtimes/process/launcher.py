@@ -1,12 +1,15 @@
-"""Rank 0 starts the other ranks of its machine, reads their events, and ends them.
+"""The first rank of a host starts the host's other ranks, reads their events, and ends them.
 
 A process reads its rank from the launcher's environment variables. Supported launchers: ours and
 torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), mpirun
 (OMPI_COMM_WORLD_*), and MindSpore's msrun (RANK_ID, MS_WORKER_NUM, DEVICE_ID, with
 MS_ROLE=MS_WORKER). Under torchrun (RANK is set) ours starts no process.
 
-A stop request is SIGTERM, SIGINT (Ctrl-C), or the death of the parent process. A child of rank 0
-has a pipe for its events, and a pipe as standard input that closes when rank 0 dies. A byte on it
+In a run of several hosts, an agent (host_agent.py) starts one process on each, with NNODES,
+NODE_RANK, MASTER_ADDR and MASTER_PORT. Ranks are numbered host by host.
+
+A stop request is SIGTERM, SIGINT (Ctrl-C), or the death of the parent process. A child has a pipe
+for its events, and a pipe as standard input that closes when its first rank dies. A byte on it
 passes on a signal that requests a stop.
 """
 
@@ -34,6 +37,8 @@ from runtimes.process.job import EVENT_FD
 
 #: Environment variable of the processes that `Launcher` starts; torchrun does not set it.
 FOLLOWER = "KILN_FOLLOWER"
+#: Environment variable of the processes of a host with an agent, which kills them after a grace.
+AGENT = "KILN_HOST_AGENT"
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -67,6 +72,41 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is rank 0, which alone emits events and writes all but checkpoints."""
         return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Number of hosts of this run, and the number of this one; for our launcher."""
+
+    count: int = 1
+    number: int = 0  # of this host, from 0
+
+    @classmethod
+    def here(cls) -> Hosts:
+        """Read NNODES and NODE_RANK, torchrun's names; without NNODES, a single host.
+
+        Raises:
+            Refused: a value is wrong, or the address of the rendezvous is missing.
+        """
+        count = _number("NNODES", "1")
+        if count < 2:
+            return cls()
+        number = _number("NODE_RANK", "")
+        if not 0 <= number < count:
+            raise Refused(f"NODE_RANK={number} with NNODES={count}: set 0 to {count - 1}")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise Refused(f"NNODES={count} needs {name}, of host 0: set it on all hosts")
+        _number("MASTER_PORT", "")
+        return cls(count, number)
+
+
+def _number(name: str, default: str) -> int:
+    """An environment variable that is a whole number. Raises Refused."""
+    text = os.environ.get(name) or default
+    if not text.isdecimal():
+        raise Refused(f"{name}={text!r} in the environment: set a whole number")
+    return int(text)
 
 
 def launched() -> bool:
@@ -103,8 +143,13 @@ def _started_by_msrun() -> bool:
 
 
 def is_follower() -> bool:
-    """Whether rank 0's launcher started this process, which must end when rank 0 does."""
+    """Whether a launcher started this process, which must end when its host's first rank does."""
     return FOLLOWER in os.environ
+
+
+def _has_agent() -> bool:
+    """Whether a host's agent has started this process or its launcher."""
+    return AGENT in os.environ
 
 
 #: Signals that request a stop.
@@ -117,7 +162,8 @@ class Stop:
     """A stop request. The first signal requests a stop; the second kills the process.
 
     The parent's death, or its byte on our standard input, requests a stop and never kills. Before
-    `defer` there is no progress to save, so the first signal ends the process at once.
+    `defer` there is no progress to save, so the first signal ends the process at once. With a
+    host's agent a second signal changes nothing: Slurm signals the ranks beside the agent.
 
     Attributes:
         requested: whether the process must stop at the next step.
@@ -141,6 +187,8 @@ class Stop:
         self._deferred = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled and _has_agent():
+            return
         if self._signalled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -159,19 +207,21 @@ def _watch(stop: Stop, parent: int) -> None:
             alive = bool(os.read(stdin, 4096))
             if alive:  # the launcher passes on rank 0's stop by a byte
                 stop.requested = True
-    if is_follower():  # rank 0 has died, and no other rank writes checkpoints
+    # The first rank has died: the run cannot go on. Or the agent has, which asks before it ends: no
+    # other process would kill this one, if it waits for a lost host in a collective.
+    if is_follower() or _has_agent():
         os._exit(STOPPED)
     if not stop.requested:  # otherwise the parent's death after its SIGTERM would kill
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-#: Fields of an event `error` with which rank 0 reports it again.
+#: Fields of an event `error` with which the first rank reports it again.
 FACTS = ("wrong_input", "errno", "file", "away", "traceback")
-#: Time limit in seconds for rank 0 to fail by itself after the loss of a child.
+#: Time limit in seconds for the first rank to fail by itself after the loss of a child.
 NOTICE_SECONDS = 10.0
 #: Seconds until all ranks that fail as a consequence of a loss have reported their errors.
 WAKE_SECONDS = 1.0
-#: Time limit in seconds for the children to exit after rank 0 has finished.
+#: Time limit in seconds for the children to exit after the first rank has finished.
 END_SECONDS = 60.0
 
 
@@ -180,8 +230,9 @@ class LostRank(RuntimeError):
 
     def __init__(self, rank: int, code: int, error: dict[str, Any]) -> None:
         self.code = 1 if code < 0 else code
+        self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it: the first cause
         self.facts = {name: error[name] for name in FACTS if name in error}
-        self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it
+        self.facts["time"] = self.failed_at  # by which the cause on several hosts is found
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         super().__init__(error.get("message") or f"process {rank} of the run (from 0) {ended}")
 
@@ -204,20 +255,24 @@ class _Child:
 
 
 class Launcher:
-    """Context manager that runs the other ranks of this machine as child processes.
+    """Context manager that runs the other ranks of this host as child processes.
 
     It sets the environment variables that `Ranks.here` reads.
 
     Args:
         job: path of the job file.
-        count: number of processes, this one included; 1 starts no child.
-        on_loss: called in a thread if a child is lost while rank 0 waits in a collective, where it
-            cannot fail by itself. It must end this process.
+        count: number of processes of this host, this one included; 1 starts no child.
+        on_loss: called in a thread if a child is lost while this process waits in a collective,
+            where it cannot fail by itself. It must end this process.
+        hosts: the hosts of the run, each with `count` processes.
     """
 
-    def __init__(self, job: Path, count: int, on_loss: Callable[[LostRank], None]) -> None:
+    def __init__(
+        self, job: Path, count: int, on_loss: Callable[[LostRank], None], hosts: Hosts = Hosts()
+    ) -> None:
         self._job = job
         self._count = count
+        self._hosts = hosts
         self._on_loss = on_loss
         self._children: list[_Child] = []
         self._lost: list[LostRank] = []
@@ -226,10 +281,14 @@ class Launcher:
         self._port = socket.socket()  # of the rendezvous
 
     def __enter__(self) -> None:
+        if self._hosts.count == 1 and self._count > 1:
+            port = _reserve_port(self._port)
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if self._hosts.count * self._count > 1:
+            os.environ |= _ranks_environment(self._hosts, self._count)
         if self._count == 1:
             return
-        os.environ |= _rendezvous_environment(self._count, _reserve_port(self._port))
-        self._children = [_start(self._job, rank) for rank in range(1, self._count)]
+        self._children = [_start(self._job, local_rank) for local_rank in range(1, self._count)]
         for child in self._children:
             threading.Thread(target=self._follow_events, args=(child,), daemon=True).start()
         threading.Thread(target=self._watch, name="launcher", daemon=True).start()
@@ -339,26 +398,28 @@ def _reserve_port(holder: socket.socket) -> int:
     return int(holder.getsockname()[1])
 
 
-def _rendezvous_environment(count: int, port: int) -> dict[str, str]:
-    """torchrun's environment variables for rank 0 of `count` processes, which share the cores."""
-    threads = max(1, count_cores() // count)
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        "RANK": "0",
-        "WORLD_SIZE": str(count),
+def _ranks_environment(hosts: Hosts, count: int) -> dict[str, str]:
+    """torchrun's environment variables for the first of a host's `count` processes."""
+    variables = {
+        "RANK": str(hosts.number * count),
+        "WORLD_SIZE": str(hosts.count * count),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
+    if count > 1:  # they share the cores
+        threads = max(1, count_cores() // count)
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    return variables
 
 
-def _start(job: Path, rank: int) -> _Child:
+def _start(job: Path, local_rank: int) -> _Child:
+    """Start a process of this host, after the environment variables of its first rank are set."""
+    rank = int(os.environ["RANK"]) + local_rank
     events, write = os.pipe()
-    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), EVENT_FD: str(write), FOLLOWER: "1"}
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
     process = subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", "runtimes", str(job)],
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, EVENT_FD: str(write), FOLLOWER: "1"},
         pass_fds=(write,),
         stdin=subprocess.PIPE,
     )

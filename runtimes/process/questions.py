@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
 from configs.errors import Failed, Refused
@@ -98,13 +98,21 @@ class StepRequest(HasNetwork):
     vae: str | None = None
     denoiser_config: dict[str, Any] | None = None
     text_dtype: str | None = None  # as TrainJob.text_dtype; held-out losses need the encoders too
+    has_prior: bool = False  # as TrainJob.has_prior
+    #: (height, width) in pixels of the references of each picture.
+    references: tuple[tuple[int, int], ...] = ()
+    control_start: str | None = None  # as TrainJob.control_start
+    max_tokens: int = 77
+    emphasis: str = "text"
 
 
 @dataclass(frozen=True)
 class GpuStepRequest(StepRequest):
-    """A training step, or a denoising step of sampling, to compute the memory of."""
+    """A training step, a denoising step of sampling, or encoding, to compute the memory of."""
 
     sampling_dtype: str | None = None  # None: a training step; else sampling in this dtype
+    encoding_dtype: str | None = None  # else encoding of pictures and captions in this dtype
+    text_precision: str | None = None  # of encoding, as EncodeJob.text_precision
     drawn_size: tuple[int, int] | None = None  # (height, width) of sampling; None: `resolution`
     device: str = "cuda"  # cuda or cpu, whose operators save different tensors
 
@@ -124,21 +132,32 @@ class Moment:
 class StepMemory:
     """Memory of a step in bytes, and its FLOPs.
 
-    In sampling, `weights` are those of the whole pipeline, and what training alone needs is 0.
-    `offloaded` are those of a pipeline whose layers are offloaded: the VAE, and two layers of the
-    largest size, one of which runs while the other is copied. Training offloads nothing.
+    What training alone needs is 0 in sampling and encoding. Sampling encodes its prompts before it
+    loads the denoiser, so its `weights` are those of denoiser and VAE. Encoding has those of text
+    encoders and VAE; its `moments` are of pictures, `captions` of captions.
+
+    `offloaded` are the weights on a device whose layers are offloaded: the VAE, and two layers of
+    the largest size, one of which runs while the other is copied. `pinned` are then in the host's
+    memory: the denoiser in sampling, the text encoders in encoding. Training offloads nothing.
+
+    `streaming` has what `train.stream_blocks` moves, for each number of blocks from 0 to all: bytes
+    of `weights` that leave the device, less two buffers there, and of the host's pinned memory.
+    Nothing else of a step changes. `streamed` are the latter, once `weights` lacks the former.
     """
 
     parameters: int = 0  # number of trained parameters
     weights: int  # of the network, trained or not
     offloaded: int = 0
-    encoders: int  # of text encoders and VAE, which training loads to draw samples
-    optimizer: int = 0  # state of the requested optimizer; of AdamW if that is adamw_8bit
+    pinned: int = 0
+    streamed: int = 0  # of the host's memory, pinned
+    streaming: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    optimizer: int = 0  # state of the requested optimizer, with 32 bits instead of 8
     optimizer_8bit: int = 0  # state of adamw_8bit
     ema: int = 0  # moving average, with its scratch
     largest: int = 0  # largest trained array, in float32
     moments: list[Moment]  # with the most live memory, if a step has one micro-batch
     accumulating: list[Moment]  # the same, if gradients of an earlier micro-batch exist
+    captions: list[Moment] = field(default_factory=list)
     flops_per_image: float  # forward and backward, without recomputation; of a denoising step
     recomputed_flops_per_image: float = 0.0
     seconds: float = 0.0  # duration of this computation
@@ -146,8 +165,46 @@ class StepMemory:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StepMemory:
         """Undo `dataclasses.asdict`."""
-        lists = ("moments", "accumulating")
+        lists = ("moments", "accumulating", "captions")
         return cls(**{**fields, **{name: [Moment(**m) for m in fields[name]] for name in lists}})
+
+    def with_streamed(self, blocks: int) -> StepMemory:
+        """The same step with that many streamed blocks, or all if it has fewer."""
+        saved, pinned = self.streaming[min(blocks, len(self.streaming) - 1)]
+        return replace(self, weights=self.weights - saved, streamed=pinned)
+
+    def sharded(self, group: int, gathered: int) -> StepMemory:
+        """The same step on each of `group` devices that share its state by FSDP, at most.
+
+        Weights are counted as if all were gathered at once; FSDP frees a block's after its pass.
+
+        Args:
+            gathered: bytes of all weights as they are gathered.
+        """
+
+        def share(moment: Moment) -> Moment:
+            fixed, each = moment.kinds["gradients"]
+            changed = {"gradients": (-(-fixed // group), each), "compute_weights": (gathered, 0)}
+            return Moment({**moment.kinds, **changed})
+
+        names = ("weights", "optimizer", "optimizer_8bit", "ema")
+        sizes: dict[str, Any] = {name: -(-getattr(self, name) // group) for name in names}
+        moments = [share(moment) for moment in self.moments]
+        accumulating = [share(moment) for moment in self.accumulating]
+        return replace(self, **sizes, moments=moments, accumulating=accumulating)
+
+    def optimizer_state(self, name: str) -> int:
+        """Bytes of the state of a `train.optimizer`, the requested one or one of 8 bits."""
+        of_8bit = {"adamw_8bit": self.optimizer_8bit, "lion_8bit": self.optimizer_8bit // 2}
+        return of_8bit.get(name, self.optimizer)
+
+    def held(self, *, offloads: bool) -> int:
+        """Bytes of weights on the device."""
+        return self.offloaded if offloads else self.weights
+
+    def captions_peak(self, captions: int) -> int:
+        """Bytes beside the weights at the moment with the most live memory, for a batch."""
+        return max(sum(moment.parts(captions).values()) for moment in self.captions)
 
     def peak(self, samples: int, *, accumulating: bool = False) -> dict[str, int]:
         """Bytes by kind at the moment with the most live memory.

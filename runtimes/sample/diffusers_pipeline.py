@@ -8,20 +8,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts.latent_shards import LatentScale
 from runtimes.families import Family
+from runtimes.families.family import REFERENCE, SeenPrompt, reference_latents
 from runtimes.families.inpainting_aesthetics import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
 from runtimes.objective.noise_schedule import read_scheduler_config, sampling_scheduler
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.generate_job import LOSS_BATCH
-from runtimes.sample.sampling_inputs import NoiseBatch, image_levels, noise_batches
+from runtimes.sample.reference_pictures import ReferenceLimits, read_picture
+from runtimes.sample.sampling_inputs import (
+    NO_REFERENCES,
+    NoiseBatch,
+    References,
+    image_levels,
+    noise_batches,
+)
+
+#: References whose latents stay in the host's memory; of 1024 x 1024 pixels, one has about 1 MB.
+KEPT_REFERENCES = 64
 
 
 class PipelineSampler(ABC):
@@ -50,6 +64,7 @@ class PipelineSampler(ABC):
         self._pads_batches = pads_batches
         pipe.set_progress_bar_config(disable=True)
         self._defaults = {n: getattr(pipe, n) for n in ("scheduler", *family.clip_encoders)}
+        self._control: Any = None  # the ControlNet of the model of `use`
 
     def use(self, network: Any, scheduler: Any = None) -> None:
         """Replace components of the pipeline; all others are reset to the pipeline's.
@@ -59,15 +74,23 @@ class PipelineSampler(ABC):
             scheduler: scheduler of the model; None is the pipeline's.
         """
         parts = {} if network is None else network.parts
+        self._control = getattr(network, "control", None)
         own = {} if scheduler is None else {"scheduler": scheduler}
         self._pipe.register_modules(**{**self._defaults, **parts, **own})
 
     def release_network(self) -> None:
         """Drop the references to the model of `use`, to free its memory for the next model."""
         self._pipe.register_modules(**self._defaults, **{self._family.denoiser: None})
+        self._control = None
 
     def draw(
-        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+        self,
+        prompts: Sequence[str],
+        sampler: dict[str, Any],
+        *,
+        first: int,
+        references: References = NO_REFERENCES,
+        controls: Sequence[str] = (),
     ) -> NDArray[np.uint8]:
         """Sample one image per prompt, in batches of `batch_size`.
 
@@ -75,6 +98,8 @@ class PipelineSampler(ABC):
             prompts: N prompts.
             sampler: as GenerateJob.sampler.
             first: number of the first image; it selects the noise stream.
+            references: scaled latents of references [N, C, h, w] f32, by their conditioning name.
+            controls: URLs of N control pictures, for a model with a ControlNet; (): none.
 
         Returns:
             Images [N, H, W, 3] uint8.
@@ -82,11 +107,18 @@ class PipelineSampler(ABC):
         Raises:
             ImagesNotFinite: an image has pixels without a value.
         """
-        drawn = self.draw_floats(prompts, sampler, first=first)
+        given: dict[str, Any] = {"first": first, "references": references, "controls": controls}
+        drawn = self.draw_floats(prompts, sampler, **given)
         return np.concatenate([image_levels(images) for images in drawn])
 
     def draw_floats(
-        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+        self,
+        prompts: Sequence[str],
+        sampler: dict[str, Any],
+        *,
+        first: int,
+        references: References = NO_REFERENCES,
+        controls: Sequence[str] = (),
     ) -> Iterator[NDArray[np.float32]]:
         """Yield the images of each batch [B, H, W, 3] f32 in 0..1; arguments as for `draw`."""
         pipe = self._pipe
@@ -94,10 +126,21 @@ class PipelineSampler(ABC):
         scheduler = sampling_scheduler(pipe.scheduler, sampler, self._make_scheduler)
         pipe.register_modules(scheduler=scheduler)
         denoiser = getattr(pipe, family.denoiser)
-        numbering = {"first": first, "rows": sampler["batch_size"] if self._pads_batches else 0}
+        rows = sampler["batch_size"] if self._pads_batches else 0
+        given: dict[str, Any] = {"first": first, "rows": rows, "references": references}
         scale = pipe.vae_scale_factor
-        for batch in noise_batches(prompts, sampler, family, denoiser.config, scale, **numbering):
-            with self._extra_inputs(denoiser, sampler, (batch.height, batch.width)):
+        done = 0
+        for batch in noise_batches(prompts, sampler, family, denoiser.config, scale, **given):
+            size = (batch.height, batch.width)
+            latents = [self._to_device(array) for array in reference_latents(batch.references)]
+            own = list(controls[done : done + batch.count]) if self._control is not None else []
+            done += batch.count
+            own += own[-1:] * (len(batch.prompts) - len(own))  # padding
+            with (
+                self._extra_inputs(denoiser, sampler, size),
+                family.reading(denoiser, latents) if latents else nullcontext(),
+                self._controlled(denoiser, own, sampler, size) if own else nullcontext(),
+            ):
                 drawn = self._call(
                     batch,
                     height=batch.height,
@@ -145,6 +188,22 @@ class PipelineSampler(ABC):
         finally:
             handle.remove()
 
+    def _controlled(
+        self, denoiser: Any, urls: Sequence[str], sampler: dict[str, Any], size: tuple[int, int]
+    ) -> AbstractContextManager[None]:
+        """Within the context, the denoiser takes the outputs of the ControlNet.
+
+        Args:
+            urls: those of the batch's control pictures.
+            sampler: as GenerateJob.sampler.
+            size: (height, width) of the images, in pixels.
+        """
+        raise NotImplementedError("only runtime torch draws with a ControlNet; others are refused")
+
+    @abstractmethod
+    def encode_picture(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The VAE's mean [B, C, h, w] f32 of pixels [B, 3, H, W] in -1..1, unscaled."""
+
     @abstractmethod
     def _call(self, batch: NoiseBatch, **options: Any) -> Any:
         """Call the pipeline on a batch; images [B, H, W, 3] f32 in 0..1."""
@@ -160,6 +219,56 @@ class PipelineSampler(ABC):
     @abstractmethod
     def _append_channels(self, latents: Any, more: NDArray[np.float32]) -> Any:
         """Concatenate latents [B, C, h, w] and an array [B, M, h, w], in the latents' dtype."""
+
+
+def seen_prompts(
+    family: Family, prompts: Sequence[str], references: Sequence[Sequence[str]]
+) -> list[str]:
+    """The prompts, with the references beside them if the family's text encoder sees them.
+
+    Args:
+        references: files of each prompt's references; () if none has any.
+    """
+    if not (family.sees_references and references):
+        return list(prompts)
+
+    @cache
+    def seen(path: str) -> Any:
+        return family.condition_picture(read_picture(path))
+
+    return [
+        SeenPrompt(prompt, paths, [seen(path) for path in paths])
+        for prompt, paths in zip(prompts, references, strict=True)
+    ]
+
+
+#: Encodes B prompts to states [B, T, D] and pooled embeddings [B, P] or None, on the device.
+Texts = Callable[[list[str]], tuple[Any, Any]]
+
+
+def encode_prompt_by(pipe: Any, texts: Texts) -> Callable[..., tuple[Any, ...]]:
+    """An `encode_prompt` for SD's or SDXL's pipeline whose captions another function encodes.
+
+    Args:
+        texts: encodes prompts as training does: in chunks, or with weights.
+    """
+    own = signature(pipe.encode_prompt)
+
+    def encode_prompt(*args: Any, **named: Any) -> tuple[Any, ...]:
+        asked = own.bind(*args, **named).arguments
+        prompts = asked["prompt"]
+        states, pooled = texts(prompts)
+        negative = negative_pooled = None
+        if asked["do_classifier_free_guidance"]:
+            given = asked.get("negative_prompt")
+            negative, negative_pooled = texts(given or [""] * len(prompts))
+            if given is None and pipe.config.get("force_zeros_for_empty_prompt"):
+                negative, negative_pooled = negative * 0, negative_pooled * 0
+        if pooled is None:
+            return states, negative
+        return states, negative, pooled, negative_pooled
+
+    return encode_prompt
 
 
 def optional_arguments(family: Family, sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -208,6 +317,9 @@ class BasePipeline(ABC):
         self._save_compiled = save_compiled
         self._sampler: Any = None  # constructed for the first image
         self._network: Any = None
+        self._scale = LatentScale.from_info(base.encoders)
+        self._limits = ReferenceLimits(job.reference_pixels, job.reference_step)
+        self._reference = lru_cache(KEPT_REFERENCES)(self._encode_reference)
         self._loss_rows = min(LOSS_BATCH, job.sampler.get("batch_size", LOSS_BATCH))
 
     def load(self, drawing: Drawing) -> None:
@@ -219,13 +331,31 @@ class BasePipeline(ABC):
             self._scheduler = self._make_scheduler(config)
         self.encodes_text = self._network.encodes_text
 
-    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+    def draw(
+        self,
+        prompts: Sequence[str],
+        first: int,
+        references: Sequence[Sequence[str]] = (),
+        controls: Sequence[str] = (),
+    ) -> NDArray[np.uint8]:
         if self._sampler is None:
             self._sampler = self._open_sampler()
         self._use_network()
-        drawn: NDArray[np.uint8] = self._sampler.draw(prompts, self._job.sampler, first=first)
+        latents = {
+            f"{REFERENCE}{number}": np.stack([self._reference(path) for path in paths])
+            for number, paths in enumerate(zip(*references, strict=True))
+        }
+        prompts = seen_prompts(self._base.family, prompts, references)
+        options: dict[str, Any] = {"first": first, "references": latents}
+        options |= {"controls": controls} if controls else {}  # runtime torch alone has them
+        drawn: NDArray[np.uint8] = self._sampler.draw(prompts, self._job.sampler, **options)
         self._save_compiled()
         return drawn
+
+    def _encode_reference(self, path: str) -> NDArray[np.float32]:
+        """Scaled latents [C, h, w] f32 of a reference's file."""
+        mean: NDArray[np.float32] = self._sampler.encode_picture(self._limits.read(path)[None])
+        return self._scale.scaled(mean)[0]
 
     def compile_seconds(self) -> float:
         return 0.0

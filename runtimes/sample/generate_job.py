@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from artifacts.filesystems import entries, name_of
 from artifacts.latent_shards import LatentScale
 from artifacts.records import write_atomic
+from configs.settings.train_parts import MaskedLoss
 from runtimes.contract import Pipeline
 from runtimes.data.loader import BatchReader, Holdout, draw_losses, open_job_latents
 from runtimes.objective.noise_schedule import read_schedule
@@ -23,16 +27,22 @@ from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import Drawing, Events, GenerateJob
 from runtimes.registry import open_pipeline
+from runtimes.sample.reference_pictures import drawn_batches
 
 LOSS_BATCH = 32
+LOSSES = "losses.json"
 #: PNG text key of the sampling parameters; AUTOMATIC1111's web UI uses the same key.
 PNG_KEY = "parameters"
 
 
-def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
+def generate(job: GenerateJob, events: Events, host: int = 0) -> dict[str, Any]:
     """Write `<out>/00000.png`, ... and `<out>/losses.json` for each drawing of the job.
 
-    Existing files are kept, so an interrupted job continues with the first missing batch.
+    Existing files are kept, so an interrupted job continues with the first missing batch. Several
+    hosts have whole batches in turn: a batch on one of them has the bytes that it has on any.
+
+    Args:
+        host: number of this host among the `hosts` of the job.
 
     Returns:
         drawn: number of images written.
@@ -45,18 +55,18 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
     """
     base = Base.of(job)
     pipeline = open_pipeline(job, base)
-    missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
-    total = len(job.drawings) * len(job.prompts)
+    outs = [_Out.of(drawing.out) for drawing in job.drawings]
+    share = drawn_batches(job)[host :: job.hosts]
+    missing = [[batch for batch in share if out.lacks(batch)] for out in outs]
+    total = len(outs) * sum(map(len, share))
     done = total - sum(len(numbers) for batches in missing for numbers in batches)
     events.emit("drawn", done=done, total=total)
     already = done
     seconds = list[float]()
     compiling = 0.0
-    for model, (drawing, batches) in enumerate(zip(job.drawings, missing, strict=True), 1):
-        out = Path(drawing.out)
-        out.mkdir(parents=True, exist_ok=True)
-        losses = out / "losses.json"
-        wanted = job.latents is not None and not losses.exists()
+    for model, (drawing, out, batches) in enumerate(zip(job.drawings, outs, missing, strict=True)):
+        is_ours = model % job.hosts == host
+        wanted = is_ours and job.latents is not None and LOSSES not in out.names
         if not batches and not wanted:
             continue
         pipeline.load(drawing)
@@ -65,7 +75,9 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             since = time.perf_counter()
             before = pipeline.compile_seconds()
             first = job.first + (0 if job.fixed_noise else numbers.start)
-            pictures = pipeline.draw(prompts, first=first)
+            references = job.references[numbers.start : numbers.stop]
+            controls = job.controls[numbers.start : numbers.stop]
+            pictures = pipeline.draw(prompts, first, references, controls)
             compiled = pipeline.compile_seconds() - before
             seconds.append(time.perf_counter() - since - compiled)
             compiling += compiled
@@ -73,10 +85,11 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if wanted:
-            events.emit("losses", model=model, models=len(job.drawings))
+            events.emit("losses", model=model + 1, models=len(job.drawings))
             with _holdout(job, base, drawing, pipeline) as holdout:
-                by_sample = draw_losses(holdout, pipeline.errors)
-            _write(losses, json.dumps({"losses": by_sample}).encode())
+                found: dict[str, Any] = {"losses": draw_losses(holdout, pipeline.errors)}
+                found |= {"sources": holdout.sources} if any(holdout.sources) else {}
+            out.write(LOSSES, json.dumps(found).encode())
     return {
         "drawn": done - already,
         "seconds": sum(seconds),
@@ -85,15 +98,30 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
     }
 
 
-def _missing(out: Path, job: GenerateJob) -> list[range]:
-    """Image numbers of each batch with a missing image.
+@dataclass(frozen=True)
+class _Out:
+    """The folder of a drawing, and the names of its files."""
 
-    A batch is sampled again as a whole: the last bits of an image depend on the other rows.
-    """
-    size = job.sampler["batch_size"]
-    count = len(job.prompts)
-    batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
-    return [b for b in batches if not all(_path(out, number).exists() for number in b)]
+    fs: AbstractFileSystem
+    root: str
+    names: set[str]
+
+    @classmethod
+    def of(cls, place: str) -> _Out:
+        fs, root = url_to_fs(place, use_listings_cache=False)
+        fs.makedirs(root, exist_ok=True)
+        return cls(fs, root, {name_of(entry) for entry in entries(fs, root)})
+
+    def lacks(self, numbers: range) -> bool:
+        """Whether a picture of a batch is missing.
+
+        A batch is sampled again as a whole: the last bits of a picture depend on the other rows.
+        """
+        return not {_name(number) for number in numbers} <= self.names
+
+    def write(self, name: str, data: bytes) -> None:
+        write_atomic(self.fs, f"{self.root}/{name}", data)
+        self.names.add(name)
 
 
 def _holdout(job: GenerateJob, base: Base, drawing: Drawing, pipeline: Pipeline) -> Holdout:
@@ -106,13 +134,18 @@ def _holdout(job: GenerateJob, base: Base, drawing: Drawing, pipeline: Pipeline)
         noise_offset=job.holdout.get("noise_offset", 0.0),
         equidistant_levels=job.holdout["levels"],
     )
+    masked = job.holdout.get("masked_loss")
     reader = BatchReader(
         latents,
         family,
         objective,
         text_encoders=pipeline.encodes_text,
-        extras=folder_extras(Path(drawing.parts.get(family.denoiser, base.denoiser_folder))),
+        extras=replace(
+            folder_extras(Path(drawing.parts.get(family.denoiser, base.denoiser_folder))),
+            control="controlnet" in drawing.parts,
+        ),
         guidance_scale=job.holdout.get("guidance_scale", 1.0),
+        masked_loss=None if masked is None else MaskedLoss(**masked),
     )
     return Holdout(
         reader,
@@ -123,23 +156,19 @@ def _holdout(job: GenerateJob, base: Base, drawing: Drawing, pipeline: Pipeline)
 
 
 def _save_images(
-    pictures: NDArray[np.uint8], numbers: range, out: Path, job: GenerateJob, first: int
+    pictures: NDArray[np.uint8], numbers: range, out: _Out, job: GenerateJob, first: int
 ) -> None:
     for row, (number, picture) in enumerate(zip(numbers, pictures, strict=True)):
-        path = _path(out, number)
-        if not path.exists():
+        name = _name(number)
+        if name not in out.names:
             png = io.BytesIO()
             text = PngInfo()
             if job.words is not None:
                 parameters = {"prompt": job.prompts[number], "noise": first + row, **job.words}
                 text.add_itxt(PNG_KEY, json.dumps(parameters, ensure_ascii=False))
             Image.fromarray(picture).save(png, "png", pnginfo=text)
-            _write(path, png.getvalue())
+            out.write(name, png.getvalue())
 
 
-def _path(out: Path, number: int) -> Path:
-    return out / f"{number:05d}.png"
-
-
-def _write(path: Path, data: bytes) -> None:
-    write_atomic(LocalFileSystem(), str(path), data)
+def _name(number: int) -> str:
+    return f"{number:05d}.png"

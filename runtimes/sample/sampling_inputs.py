@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,18 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 from runtimes.contract import ImagesNotFinite
-from runtimes.data.loader import TOKEN_STEP, padded_rows
+from runtimes.data.loader import TOKEN_STEP, pad_rows, padded_rows
 from runtimes.families import Family, family_named
-from runtimes.families.family import token_mask
+from runtimes.families.family import token_mask, worded
 from runtimes.families.inpainting_aesthetics import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.objective.noise_schedule import ResolutionShift, sampling_scheduler
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base
 from runtimes.sample.tabulated_schedulers import SchedulerTable, tabulate
+
+#: Scaled latents of references [N, C, h, w] f32, by their names in conditioning.
+References = Mapping[str, NDArray[np.float32]]
+NO_REFERENCES: References = {}
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ class NoiseBatch:
     noise: NDArray[np.float32]  # [B, C, h, w], standard normal
     #: One generator per image, for schedulers that draw noise at every step.
     rngs: list[np.random.Generator]
+    references: References = field(default_factory=dict)  # of each image [B, C, h, w], padded
+
+
+def size_step(base: Base) -> int:
+    """The divisor of the sides of pictures that a model and its pipeline support, in pixels."""
+    # Diffusers pipelines accept multiples of 8 only, even where the model accepts other sizes.
+    return math.lcm(8, base.encoders["size_step"])
 
 
 def check_size(asked: Mapping[str, int | None], base: Base) -> None:
@@ -45,8 +56,7 @@ def check_size(asked: Mapping[str, int | None], base: Base) -> None:
     Args:
         asked: setting name to pixels; None stands for the model's default size.
     """
-    # Diffusers pipelines accept multiples of 8 only, even where the model accepts other sizes.
-    step = math.lcm(8, base.encoders["size_step"])
+    step = size_step(base)
     for setting, pixels in asked.items():
         if (pixels or 0) % step:
             near = max(step, round((pixels or 0) / step) * step)
@@ -70,6 +80,7 @@ def noise_batches(
     *,
     first: int,
     rows: int = 0,
+    references: References = NO_REFERENCES,
 ) -> Iterator[NoiseBatch]:
     """Yield batches of `batch_size` prompts with their initial noise.
 
@@ -81,6 +92,7 @@ def noise_batches(
         scale: image pixels per latent pixel, along one side (VAE scale factor).
         first: number of the first image; it selects the noise stream.
         rows: number of rows to which each batch is padded with copies of its last prompt.
+        references: of all images.
     """
     height, width = image_size(sampler, family, config, scale)
     shape = (family.latent_channels(config), height // scale, width // scale)
@@ -92,7 +104,8 @@ def noise_batches(
         numbers = range(first + start, first + start + len(part))
         rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
         noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
-        yield NoiseBatch(count, part, height, width, noise, rngs)
+        own = {n: pad_rows(each[start : start + size], rows) for n, each in references.items()}
+        yield NoiseBatch(count, part, height, width, noise, rngs, own)
 
 
 def image_levels(images: NDArray[Any]) -> NDArray[np.uint8]:
@@ -182,6 +195,7 @@ class Conditioner:
         first: int,
         denoiser: Mapping[str, Any],
         multiple: int = 1,
+        references: References = NO_REFERENCES,
     ) -> Iterator[ConditionedNoise]:
         """Yield batches of `batch_size` images, padded to a multiple of `multiple` rows.
 
@@ -190,6 +204,7 @@ class Conditioner:
             first: number of the first image; it selects the noise stream.
             denoiser: diffusers config of the denoiser.
             multiple: number of devices that share the rows.
+            references: of all images.
         """
         rows = padded_rows(sampler["batch_size"], multiple)
         family = self.family
@@ -199,10 +214,11 @@ class Conditioner:
         size = image_size(sampler, family, denoiser, factor)
         more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
         drawn = family.drawing_condition(size, sampler["guidance_scale"])
-        for batch in noise_batches(
-            prompts, sampler, family, denoiser, factor, first=first, rows=rows
-        ):
+        given: dict[str, Any] = {"first": first, "rows": rows, "references": references}
+        for batch in noise_batches(prompts, sampler, family, denoiser, factor, **given):
             conditioning = self._embeds(batch.prompts)
+            if guided and family.sees_references:
+                unconditional = self._unconditional(sampler.get("negative_prompt"), batch.prompts)
             if unconditional is not None:
                 conditioning, negative = same_length(conditioning, unconditional)
                 conditioning = {
@@ -211,6 +227,8 @@ class Conditioner:
                 }
             count = len(conditioning["prompt_embeds"])
             conditioning |= {n: np.repeat(array[None], count, axis=0) for n, array in drawn.items()}
+            passes = count // len(batch.noise)
+            conditioning |= {n: np.repeat(a, passes, axis=0) for n, a in batch.references.items()}
             yield ConditionedNoise(batch.count, batch.noise, conditioning | more)
 
     def _extra_inputs(
@@ -230,9 +248,15 @@ class Conditioner:
             inputs["aesthetic_score"] = np.tile(scores, rows)
         return inputs
 
-    def _unconditional(self, negative: str | None) -> dict[str, Float32]:
-        """Unconditional embeddings [1, ...] of guidance: the negative or the empty prompt."""
-        embeds = self._embeds([negative or ""])
+    def _unconditional(
+        self, negative: str | None, beside: Sequence[str] = ("",)
+    ) -> dict[str, Float32]:
+        """Unconditional embeddings [B, ...] of guidance: the negative or the empty prompt.
+
+        Args:
+            beside: B prompts, whose references the text encoder sees.
+        """
+        embeds = self._embeds([worded(prompt, negative or "") for prompt in beside])
         if negative is None and self.info["empty_prompt"] == "zeros":
             return {name: np.zeros_like(array) for name, array in embeds.items()}
         return embeds

@@ -19,6 +19,7 @@ from configs.settings.train_parts import Hpu
 from runtimes import detect_hardware
 from runtimes.contract import Probe
 from runtimes.detect_hardware import count_npus, missing_for_npu, peak_rss, torch_npu_version
+from runtimes.device_kinds import check_kind
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.registry import check_supported
@@ -169,20 +170,22 @@ def prepare(job: Job | EncodeJob) -> None:
 
 def check(settings: Train) -> None:
     """Raise Refused for train settings that the devices of this machine do not support."""
-    ranks = Ranks(world=settings.processes, local_world=settings.processes)
+    ranks = Ranks(world=settings.world_size, local_world=settings.processes)
     check_on_device(settings, choose_device(settings.device, ranks), ranks)
 
 
 def check_on_device(settings: Train, device: torch.device, ranks: Ranks) -> None:
     """Raise Refused for train settings that a device, or the number of processes, rules out."""
     check_supported("torch", settings)
-    if settings.optimizer == "adamw_8bit" and device.type != "cuda":
-        raise Refused("train.optimizer: adamw_8bit needs a CUDA device; set adamw or adafactor")
-    if settings.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
-        raise Refused("train.optimizer: adamw_8bit needs bitsandbytes: make setup-cuda")
-    for name in ("cuda_graphs", "allow_tf32"):
-        if getattr(settings, name) and device.type != "cuda":
-            raise Refused(f"train.{name} needs a CUDA device, not {device.type}: set false")
+    check_kind(settings, device.type)
+    optimizer = settings.optimizer
+    if optimizer.endswith("_8bit") and find_spec("bitsandbytes") is None:
+        words = f"{optimizer} needs bitsandbytes: make setup-cuda"
+        if torch.version.hip:  # whose builds set-up does not install
+            words = f"{optimizer} needs bitsandbytes, untried on ROCm: set adamw"
+        raise Refused(words, setting="train.optimizer")
+    if settings.fused_backward and ranks.world > 1:  # torchrun and mpirun ignore train.processes
+        raise Refused("train.fused_backward is for one process; set false")
     kernels.check_attention(settings.attention, device)
     compiles = settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda")
     if compiles and detect_hardware.find_c_compiler() is None:

@@ -98,17 +98,12 @@ def check(settings: Train) -> None:
     """Raise Refused for train settings that Gaudi does not support."""
     if settings.fsdp != 1:
         raise Refused(f"train.fsdp: {settings.fsdp} is not for device hpu: set 1")
-    if settings.optimizer == "adafactor":
-        raise Refused(
-            "train.optimizer: adafactor is not for device hpu: its scalars would recompile every "
-            "step; set adamw"
-        )
     lazy = (settings.hpu.mode or mode()) == "lazy"
     if settings.compile in ("blocks", "denoiser") and lazy:
         raise Refused("train.compile is for mode eager of device hpu: lazy makes graphs itself")
     if settings.hpu.graphs and not lazy:
         raise Refused("train.hpu.graphs needs mode lazy: set train.hpu.mode to lazy")
-    share = -(-settings.global_batch_size // settings.processes)
+    share = -(-settings.global_batch_size // settings.world_size)
     if settings.hpu.graphs and (settings.micro_batch_size or share) < share:
         raise Refused(
             "train.hpu.graphs: a replayed graph overwrites the gradients of the previous "

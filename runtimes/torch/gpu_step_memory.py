@@ -12,11 +12,12 @@ lists of operators, and another attention kernel.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -36,10 +37,13 @@ from runtimes.process.questions import KINDS, GpuStepRequest, Moment, StepMemory
 from runtimes.torch.kernels import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step, Update, keep_channels_last
+from runtimes.torch.stream_blocks import streaming_bytes
 from runtimes.torch_models.activation_memory import Inputs
-from runtimes.torch_models.loading import Int8Linear, empty_text_encoder
+from runtimes.torch_models.loading import empty_text_encoder
 from runtimes.torch_models.network import Network, sample_batch
-from runtimes.torch_models.vae_text_encoders import vae_dtype
+from runtimes.torch_models.offload import aligned
+from runtimes.torch_models.quantized import QuantizedLinear, quantize_blocks
+from runtimes.torch_models.vae_text_encoders import encode_ids, frozen_states, vae_dtype
 
 _aten: Any = torch.ops.aten
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -82,7 +86,7 @@ class LiveMemory(TorchDispatchMode):
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage._cdata not in self._constant:
                 self._constant.add(storage._cdata)
-                total += _aligned(storage.nbytes())
+                total += aligned(storage.nbytes(), ALIGNMENT)
         return total
 
     def mark_gradient(self, parameter: torch.Tensor) -> None:
@@ -96,14 +100,16 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0  # Prodigy reads sums, which a fake tensor does not have
         out = func(*args, **kwargs)
         backward = torch._C._current_graph_task_id() != -1
         if func._overloadpacket in FLOPS:
             flops = FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
             self.flops += flops
-            if backward and (torch.is_grad_enabled() or _in_int8_linear()):
+            if backward and (torch.is_grad_enabled() or _in_quantized_linear()):
                 self.recomputed_flops += flops
-        forward = not backward and (torch.is_grad_enabled() or _in_int8_linear())
+        forward = not backward and (torch.is_grad_enabled() or _in_quantized_linear())
         kind = "activations" if forward else "temporaries"
         if func is torch.ops.aten._to_copy.default:
             source = args[0].untyped_storage()._cdata
@@ -155,15 +161,15 @@ class LiveMemory(TorchDispatchMode):
         grows = size % self.samples == 0
         changes = np.zeros((len(numbers), len(KINDS), 2), np.int64)
         rows = np.arange(len(numbers)), np.array(self._kinds)[numbers]
-        changes[(*rows, 0)] = signs * np.where(grows, 0, _aligned(size))
+        changes[(*rows, 0)] = signs * np.where(grows, 0, aligned(size, ALIGNMENT))
         changes[(*rows, 1)] = signs * np.where(grows, size // self.samples, 0)
         return changes.cumsum(axis=0)
 
 
-def _in_int8_linear() -> bool:
-    """Whether an 8-bit layer's forward pass runs; its autograd function disables gradients."""
+def _in_quantized_linear() -> bool:
+    """Whether a quantized layer's forward pass runs; its autograd function disables gradients."""
     frame = sys._getframe()
-    code = Int8Linear.forward.__code__
+    code = QuantizedLinear.forward.__code__
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
@@ -174,10 +180,6 @@ def prime_batch_size(sizes: Iterable[int]) -> int:
     sizes = list(sizes)
     primes = (n for n in range(11, 1000) if all(n % d for d in range(2, 32) if d < n))
     return next(n for n in primes if all(size % n for size in sizes))
-
-
-def _aligned(size: Any) -> Any:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 #: Operators that CUDA's autocast computes in float32 and the CPU's does not, as far as denoisers
@@ -262,7 +264,10 @@ def step_memory(request: GpuStepRequest) -> StepMemory:
     operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
     with operators:
         base = Base.of(request)
-        memory = (_sampling if request.sampling_dtype else _training)(request, base)
+        if request.encoding_dtype is not None:
+            memory = _encoding(request, base)
+        else:
+            memory = (_sampling if request.sampling_dtype else _training)(request, base)
     return replace(memory, seconds=time.monotonic() - since)
 
 
@@ -280,19 +285,27 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     settings = Train(**request.train)
     network = Network.without_weights(request, base, settings)
     sizes = [parameter.numel() for parameter in network.trained().values()]
-    encoders = _encoders(base, settings.compute_dtype, network.parts)
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
     batch = _batch(request, base, network, text=network.encodes_text)
     live = LiveMemory(samples)
+    prior = network
+    if request.has_prior:
+        batch = replace(batch, is_prior=np.ones(1, np.bool_))
+        if settings.method == "full":
+            prior = Network.without_weights(request, base, settings)
     with FakeTensorMode():
         _make_fake(network)
         keep_channels_last(network.train())
-        weights = live.exclude(_tensors(network))
-        optimizer = _run_step(network, settings, batch, live)
+        if prior is not network:  # as `prior_network` copies real ones
+            for part in prior.requires_grad_(False).parts.values():
+                _make_fake(part, getattr(torch, settings.compute_dtype))
+            prior.frozen_clip = network.frozen_clip
+        weights = live.exclude((*_tensors(network), *_tensors(prior)))
+        optimizer = _run_step(network, prior, settings, batch, live)
     return StepMemory(
         parameters=sum(sizes),
         weights=weights,
-        encoders=encoders,
+        streaming=streaming_bytes(network, ALIGNMENT),
         optimizer=optimizer,
         optimizer_8bit=sum(map(_bytes_8bit, sizes)),
         ema=4 * (sum(sizes) + max(sizes)),
@@ -304,10 +317,12 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     )
 
 
-def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMemory) -> int:
+def _run_step(
+    network: Network, prior: Network, settings: Train, batch: StepBatch, live: LiveMemory
+) -> int:
     """Record a step; returns the bytes of the optimizer's state."""
     # The average and the 8-bit moments are computed by formula, and change nothing else in a step.
-    optimizer = "adamw" if settings.optimizer == "adamw_8bit" else settings.optimizer
+    optimizer = settings.optimizer.removesuffix("_8bit")
     settings = settings.model_copy(update={"ema_decay": None, "optimizer": optimizer})
     kind = _Device(CPU)
     parallel = SingleProcess()
@@ -318,7 +333,7 @@ def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMem
     update = Update(masters, settings, parallel, kind)
     state = update._optimizer.state_tensors()
     moments = live.exclude(tensor for group in state.values() for tensor in group.values())
-    step = Step(network, forward, update, parallel, kind, settings, rank=0)
+    step = Step(network, forward, update, parallel, kind, settings, rank=0, prior=prior)
     with live:
         step(replace(batch, on_device=[_inputs(batch, live.samples)]), 1e-4)
     return moments
@@ -328,16 +343,13 @@ def _sampling(request: GpuStepRequest, base: Base) -> StepMemory:
     """A denoising step with guidance, then the VAE's decoder, as the family's pipeline does."""
     assert request.sampling_dtype is not None
     dtype = getattr(torch, request.sampling_dtype)
-    plain = Train(train_text_encoder=False).model_copy(
-        update={name: request.train[name] for name in ("inpainting", "aesthetic_score")}
-    )
+    names = ("inpainting", "aesthetic_score", "method", "controlnet")
+    plain = Train(**{name: request.train[name] for name in names if name in request.train})
     network = Network.without_weights(request, base, plain).requires_grad_(False)
-    vae = _empty_vae(base)
-    vae = vae.to(vae_dtype(vae.config, dtype)).requires_grad_(False)
-    encoders = _encoders(base, request.sampling_dtype)
+    vae = _empty_vae(base, dtype)
     fake_tensors = FakeTensorMode()
     with fake_tensors:
-        for part in network.parts.values():
+        for part in filter(None, (*network.parts.values(), network.control)):
             _make_fake(part, dtype)  # a cast of real tensors would fill the host's memory
         _make_fake(network.frozen_clip)
         _make_fake(vae)
@@ -345,9 +357,8 @@ def _sampling(request: GpuStepRequest, base: Base) -> StepMemory:
     batch = _batch(request, base, network, text=False)
     live = LiveMemory(samples)
     with fake_tensors, torch.no_grad():
-        weights = live.exclude(_tensors(network))
-        offloaded = live.exclude(_tensors(vae)) + 2 * _largest_layer(network, base, dtype)
-        offloaded += sum(tensor.nbytes for tensor in _tensors(network.frozen_clip))
+        resident = live.exclude((*_tensors(network.frozen_clip), *_tensors(vae)))
+        pinned = live.exclude(_tensors(network))
         with live:
             passes = 1 if network.family.guidance_input else 2  # with and without the prompt
             inputs = _inputs(batch, passes * samples, dtype)
@@ -358,18 +369,65 @@ def _sampling(request: GpuStepRequest, base: Base) -> StepMemory:
             network.family.decode_latents(vae, latents)
     moments = live.moments(accumulating=False)
     return StepMemory(
-        weights=weights + encoders,
-        offloaded=offloaded,
-        encoders=encoders,
+        weights=resident + pinned,
+        offloaded=resident + 2 * _largest_layer(network.denoiser),
+        pinned=pinned,
         moments=moments,
         accumulating=moments,
         flops_per_image=denoising / samples,
     )
 
 
+def _encoding(request: GpuStepRequest, base: Base) -> StepMemory:
+    """A batch of pictures by the VAE, and one of the longest captions by each text encoder."""
+    assert request.encoding_dtype is not None
+    dtype = getattr(torch, request.encoding_dtype)
+    family = base.family
+    vae = _empty_vae(base, dtype)
+    models = {name: model.to(dtype) for name, model in _text_encoders(base)}
+    frozen = family.frozen_text if base.has_frozen_text else None
+    if frozen is not None and request.text_precision is not None:
+        quantize_blocks(models[frozen.component], request.text_precision)
+    fake_tensors = FakeTensorMode()
+    with fake_tensors:
+        for part in (vae, *models.values()):
+            _make_fake(part)
+    texts = torch.nn.ModuleList(models.values()).eval()
+    samples = prime_batch_size(tensor.nbytes for tensor in (*_tensors(vae), *_tensors(texts)))
+    pictures = LiveMemory(samples)
+    captions = LiveMemory(samples)
+    with fake_tensors, torch.no_grad():
+        resident = pictures.exclude(_tensors(vae))
+        pinned = captions.exclude(_tensors(texts))
+        with pictures:
+            sizes = [(request.resolution, request.resolution), *request.references]
+            pixels = torch.empty(samples, 3, *max(sizes, key=math.prod))
+            family.encode_pictures(vae, pixels.to(vae.dtype))
+        del pixels
+        with captions:
+            clip = [models[encoder.component] for encoder in family.clip]
+            if clip:
+                ids = torch.zeros(samples, len(clip), base.input_ids_length)
+                encode_ids(family, clip, ids.long())
+            if frozen is not None:
+                tokens = base.caption_limits[frozen.component] + frozen.prefix
+                ids = torch.zeros(samples, tokens).long()
+                frozen_states(frozen, models[frozen.component], ids, torch.ones_like(ids))
+    moments = pictures.moments(accumulating=False)
+    return StepMemory(
+        weights=resident + pinned,
+        offloaded=resident + 2 * _largest_layer(texts),
+        pinned=pinned,
+        moments=moments,
+        accumulating=moments,
+        captions=captions.moments(accumulating=False),
+        flops_per_image=pictures.flops / samples,
+    )
+
+
 def _batch(request: GpuStepRequest, base: Base, network: Network, *, text: bool) -> StepBatch:
     size = request.drawn_size or (request.resolution, request.resolution)
-    return sample_batch(base, network, size, text=text)
+    return sample_batch(base, network, size, text=text, references=request.references)
 
 
 def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -379,16 +437,6 @@ def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) 
     return Inputs(batch, send, dtype=dtype)
 
 
-def _encoders(base: Base, dtype: str, trained: Container[str] = ()) -> int:
-    """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
-    kind = getattr(torch, dtype)
-    vae = _empty_vae(base)
-    parts = [part for name, part in _text_encoders(base) if name not in trained]
-    total = sum(parameter.numel() for part in parts for parameter in part.parameters())
-    of_vae = sum(parameter.numel() for parameter in vae.parameters())
-    return total * kind.itemsize + of_vae * vae_dtype(vae.config, kind).itemsize
-
-
 def _text_encoders(base: Base) -> Iterator[tuple[str, torch.nn.Module]]:
     """The pipeline's text encoders on `meta`, by name."""
     for encoder in base.family.text_encoders:
@@ -396,17 +444,17 @@ def _text_encoders(base: Base) -> Iterator[tuple[str, torch.nn.Module]]:
             yield encoder.component, empty_text_encoder(base, encoder.component)
 
 
-def _largest_layer(network: Network, base: Base, dtype: torch.dtype) -> int:
-    """Bytes of the largest layer of the denoiser and the text encoders in a dtype."""
-    models = (network.denoiser, *(part for _, part in _text_encoders(base)))
-    layers = (layer for model in models for layer in model.modules())
-    sizes = (sum(p.numel() for p in layer.parameters(recurse=False)) for layer in layers)
-    return max(sizes) * dtype.itemsize
+def _largest_layer(model: torch.nn.Module) -> int:
+    """Bytes of the largest layer."""
+    layers = ((*m.parameters(recurse=False), *m.buffers(recurse=False)) for m in model.modules())
+    return max(sum(tensor.nbytes for tensor in tensors) for tensors in layers)
 
 
-def _empty_vae(base: Base) -> Any:
+def _empty_vae(base: Base, dtype: torch.dtype) -> Any:
+    """The VAE on `meta`, in the dtype that it has beside text encoders of `dtype`."""
     with torch.device("meta"):
-        return getattr(diffusers, base.family.vae_class).from_config(base.config("vae"))
+        vae = getattr(diffusers, base.family.vae_class).from_config(base.config("vae"))
+    return vae.to(vae_dtype(vae.config, dtype)).requires_grad_(False)
 
 
 def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:

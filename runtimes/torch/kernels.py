@@ -144,10 +144,6 @@ def attention_kernel(name: str) -> Iterator[None]:
 
 def check_attention(name: str, device: torch.device) -> None:
     """Raise Refused if a device or this environment lacks the kernel."""
-    if name == "auto":
-        return
-    if device.type != "cuda":
-        raise Refused(f"train.attention needs a CUDA device, not {device.type}: set auto")
     if name != "flash_3":
         return
     if not hasattr(attention, "activate_flash_attention_impl"):

@@ -53,6 +53,9 @@ class SingleProcess:
         self._masters = network.trained()
         return network
 
+    def wrap_frozen(self, network: Network) -> None:
+        """Prepare a frozen copy of the network that is on its device; before `wrap`."""
+
     def masters(self) -> dict[str, torch.nn.Parameter]:
         """Float32 tensors that this process updates, by State's keys."""
         return self._masters
@@ -192,22 +195,35 @@ class FullySharded(DataParallel):
         Each component is a root module, because sampling calls it separately. Weights are resharded
         after every forward pass, because they may change before the next pass.
         """
-        blocks = repeated_blocks()
         self._modules: list[FSDPModule] = []
-        for part in (*network.parts.values(), *network.frozen_clip):
-            for module in (m for m in part.modules() if type(m).__name__ in blocks):
-                self._shard(module, self._gathered if part is network.denoiser else torch.float32)
-            self._shard(part, torch.float32)
-            if isinstance(part, PreTrainedModel):
-                # fully_shard changes the class, by which transformers finds its output hooks.
-                _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
+        self._shard_part(network.denoiser, self._gathered)
+        others = [part for part in network.parts.values() if part is not network.denoiser]
+        for part in (*others, *network.frozen_clip):
+            self._shard_part(part, torch.float32)
         self._read(network)
+        self._unread = {}
         self._arrays = network.trained()
         self._masters = {
             name: torch.nn.Parameter(_local(p)) if isinstance(p, DTensor) else p
             for name, p in self._arrays.items()
         }
         return network
+
+    def wrap_frozen(self, network: Network) -> None:
+        self._modules = []
+        for part in network.parts.values():  # `wrap` shards text encoders that both have
+            self._shard_part(part, torch.float32)
+        self._read(network)
+
+    def _shard_part(self, part: torch.nn.Module, gathered: torch.dtype) -> None:
+        """Shard a component, its blocks one by one; `gathered` is of their weights."""
+        blocks = repeated_blocks()
+        for module in (m for m in part.modules() if type(m).__name__ in blocks):
+            self._shard(module, gathered)
+        self._shard(part, torch.float32)
+        if isinstance(part, PreTrainedModel):
+            # fully_shard changes the class, by which transformers finds its output hooks.
+            _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
 
     def _shard(self, module: torch.nn.Module, gathered: torch.dtype) -> None:
         """Shard a module's weights, except those of its sharded children.
@@ -240,10 +256,9 @@ class FullySharded(DataParallel):
             like = tensors[name]
             sharded = isinstance(like, DTensor)
             rows = stored[self._own_rows(stored.shape) if sharded else ...]
-            local = rows.to(self._device, copy=True)  # not a view of the file
+            local = rows.to(self._device, like.dtype, copy=True)  # not a view of the file
             weights[name] = self._as_sharded(local, like) if sharded else local
         network.load_state_dict(weights, strict=False, assign=True)
-        self._unread = {}
 
     def _as_sharded(self, local: torch.Tensor, like: torch.Tensor) -> DTensor:
         """A DTensor with the shape of `like` from this process's shard of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,10 +24,11 @@ from runtimes.torch import device
 from runtimes.torch.kernels import compile_denoiser, enable_npu_attention, load_attention
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.step import Step, Update, keep_channels_last, memory_format
+from runtimes.torch.stream_blocks import stream_blocks
 from runtimes.torch_models.activation_memory import Inputs, sender
 from runtimes.torch_models.gpu_specs import known_peak
 from runtimes.torch_models.loading import trained_scheduler
-from runtimes.torch_models.network import FlopCounter
+from runtimes.torch_models.network import FlopCounter, prior_network
 
 
 class TheRuntime(BaseRuntime):
@@ -36,6 +37,7 @@ class TheRuntime(BaseRuntime):
     def load(self, job: TrainJob, base: Base) -> None:
         self._base = base
         self.versions = device.versions()
+        self._prompt_embeds: dict[str, Any] = {}  # of the samples, by untrained text encoders
         settings = self._settings = Train(**job.train)
         ranks = self._ranks = Ranks.here()
         self.samples_collectively = ranks.world > 1 and settings.fsdp != 1
@@ -54,18 +56,32 @@ class TheRuntime(BaseRuntime):
         self.device = device.describe(self._device)
         network = self._network = parallel.load(job, base, settings)
         self._counter = FlopCounter(network)
+        prior = prior_network(network, settings) if job.has_prior else network
+        # Before `place`: these weights never are on the device all at once.
+        stream = self._stream = stream_blocks(network, settings.streamed_blocks, self._device)
         layout = memory_format(self._device, sharded=parallel.sharded)
-        if not parallel.sharded:  # FSDP moves it shard by shard
-            network.place(self._device, layout)
-        if layout == torch.channels_last:
-            keep_channels_last(network)
-        network.train()
-        enable_npu_attention(network.denoiser, self._device)
+        networks = dict.fromkeys((network, prior))  # one, if it has adapters
+        for each in networks:
+            if not parallel.sharded:  # FSDP moves it shard by shard
+                each.place(self._device, layout)
+            if layout == torch.channels_last:
+                keep_channels_last(each)
+            each.train()
+            for part in filter(None, (each.denoiser, each.control)):
+                enable_npu_attention(part, self._device)
         hooks.prepare_training(network.denoiser)
-        compile_denoiser(network.denoiser, settings.compile, hooks, settings.gradient_checkpointing)
+        for each in networks:
+            for part in filter(None, (each.denoiser, each.control)):
+                compile_denoiser(part, settings.compile, hooks, settings.gradient_checkpointing)
+        if stream is not None:
+            stream.start()
+        if prior is not network:
+            parallel.wrap_frozen(prior)
         forward = parallel.wrap(network)
         self._update = Update(parallel.masters(), settings, parallel, hooks)
-        self._step = Step(network, forward, self._update, parallel, hooks, settings, ranks.rank)
+        self._step = Step(
+            network, forward, self._update, parallel, hooks, settings, ranks.rank, prior
+        )
         hooks.mark_step()
 
     def put(self, batch: StepBatch) -> StepBatch:
@@ -85,6 +101,12 @@ class TheRuntime(BaseRuntime):
     def restore(self, state: SavedState, step: int) -> None:
         super().restore(state, step)
         self._device_hooks.mark_step()
+
+    def scalars(self) -> dict[str, float]:
+        return self._update.scalars()
+
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+        self._update.restore_scalars(scalars)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         # Not inference_mode: FSDP trains with the tensors that it gathers here.
@@ -118,6 +140,14 @@ class TheRuntime(BaseRuntime):
 
         self._step.release_graphs()  # sampling needs their memory
         dtype = getattr(torch, self._settings.compute_dtype)
-        sampler = Sampler(self._base, self._network.parts, self._device_hooks, dtype)
-        sampler.use(None, trained_scheduler(self._base, self._settings))
+        trained = bool(self._network.text_encoders)
+        sampler = Sampler(
+            self._base,
+            self._network.parts,
+            self._device_hooks,
+            dtype,
+            offload=self._device.type == "cuda",  # beside the state of training
+            prompt_embeds=None if trained else self._prompt_embeds,
+        )
+        sampler.use(self._network, trained_scheduler(self._base, self._settings))
         return sampler

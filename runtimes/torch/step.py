@@ -1,5 +1,8 @@
 """One training step: forward and backward pass of each micro-batch, then the update.
 
+With `train.fused_backward` the backward pass updates each weight as soon as its gradient is there,
+and frees the gradient.
+
 CUDA graphs of a forward and backward pass are launched by one call of the host. A step of SDXL with
 4 samples has thousands of kernels, and an H100 computes them faster than Python launches them. A
 graph replays them on the same memory: inputs are copied into its own tensors, and its gradients are
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,14 +42,14 @@ from runtimes.torch.kernels import DeviceHooks, attention_kernel
 from runtimes.torch.make_optimizer import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch_models.activation_memory import Inputs, micro_batches, sender
-from runtimes.torch_models.network import Network, has_dropout, seed_dropout
+from runtimes.torch_models.network import Network, as_base, has_dropout, seed_dropout
 
 #: Passes of a shape before its first capture: compilation and cuDNN's search cannot be captured.
 EAGER_PASSES = 3
 #: Owner of gradients that no graph has made; a graph that adds to them would write to freed memory.
 EAGER = "eager"
-#: Tensors of Inputs, besides the conditioning.
-ARRAYS = ("noisy_latents", "timesteps", "target", "weight")
+#: Tensors of Inputs that a pass reads, besides the conditioning; the last two may be None.
+ARRAYS = ("noisy_latents", "timesteps", "target", "weight", "loss_mask", "huber_delta")
 #: Computes a micro-batch's gradients and its part of the loss, given the loss's denominator.
 Backward = Callable[[Inputs, int], torch.Tensor]
 
@@ -109,7 +112,8 @@ class CudaGraphs:
         static = copy.copy(inputs)
         static.conditioning = {name: t.clone() for name, t in inputs.conditioning.items()}
         for name in ARRAYS:
-            setattr(static, name, getattr(inputs, name).clone())
+            if getattr(inputs, name) is not None:
+                setattr(static, name, getattr(inputs, name).clone())
         before = [p.grad for p in self._parameters]
         graph = torch.cuda.CUDAGraph()
         try:
@@ -150,7 +154,8 @@ class _Graph:
 
 def _tensors(inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
     for name in ARRAYS:
-        yield name, getattr(inputs, name)
+        if getattr(inputs, name) is not None:
+            yield name, getattr(inputs, name)
     yield from sorted(inputs.conditioning.items())
 
 
@@ -237,16 +242,24 @@ class Update:
         self._settings = settings
         self._parallel = parallel or SingleProcess()
         self._device_hooks = device_hooks or DeviceHooks(torch.device("cpu"))
-        self._masters: list[torch.Tensor] = list(parameters.values())
+        self._masters: list[torch.nn.Parameter] = list(parameters.values())
         frees_gradients = self._parallel.frees_gradients
         self._optimizer = Optimizer(parameters, settings, frees_gradients=frees_gradients)
+        self._norms: dict[torch.nn.Parameter, torch.Tensor] = {}  # of gradients that are freed
+        if settings.fused_backward:
+            for parameter in self._masters:
+                parameter.register_post_accumulate_grad_hook(self._step_in_backward)
         self._average: list[torch.Tensor] | None = None
-        if settings.ema_decay is not None:
+        if settings.keeps_average:
             self._average = [p.detach().clone() for p in self._masters]
             # A swap must not allocate: it also follows an out-of-memory error.
             largest = max(self._masters, key=torch.Tensor.numel)
             self._scratch = torch.empty_like(largest.detach()).flatten()
         self._step = 0
+
+    def begin(self, learning_rate: float) -> None:
+        """Set the denoiser's learning rate, before a backward pass that updates the weights."""
+        self._optimizer.set_learning_rate(learning_rate)
 
     def apply(self, learning_rate: float) -> torch.Tensor:
         """Clip the gradients, update the weights and the EMA, and clear the gradients.
@@ -257,16 +270,33 @@ class Update:
         Returns:
             The global L2 norm of the gradients before clipping, a scalar on the device.
         """
-        norm = self._clip()
-        self._optimizer.step(learning_rate)
+        if self._settings.fused_backward:
+            norms = [self._norms[master] for master in self._masters if master in self._norms]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            self._norms.clear()
+        else:
+            norm = self._clip()
+            self._optimizer.step(learning_rate)
         self._update_average()
         self._device_hooks.mark_step()
         self._step += 1
         return norm
 
+    def _step_in_backward(self, parameter: torch.nn.Parameter) -> None:
+        """Update a weight and free its gradient, a hook of the backward pass."""
+        assert parameter.grad is not None
+        self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+        self._optimizer.step_alone(parameter)
+
     def _update_average(self) -> None:
         decay = ema_decay_at(self._step, self._settings)
         if self._average is None or decay == 1:
+            return
+        if self._settings.optimizer == "adamw_schedule_free":
+            z = list(self._optimizer.state_tensors()["z"].values())
+            with torch.no_grad():  # x = y + (1 - 1 / beta1) (z - y), as the library's `eval`
+                torch._foreach_copy_(self._average, self._masters)
+                torch._foreach_lerp_(self._average, z, 1 - 1 / self._settings.adam_betas[0])
             return
         share: Any = self._device_hooks.scalar(1 - decay)
         if isinstance(share, torch.Tensor):
@@ -323,7 +353,18 @@ class Update:
             for group, name, rows in arrays:
                 groups[group][name].copy_(torch.from_numpy(rows))
         self._step = step
-        self._optimizer.set_step(step)
+        if step:
+            self._optimizer.set_step(step)
+        else:
+            self._optimizer.start()
+
+    def scalars(self) -> dict[str, float]:
+        """As Runtime.scalars."""
+        return self._optimizer.scalars()
+
+    def restore_scalars(self, scalars: Mapping[str, float]) -> None:
+        """As Runtime.restore_scalars."""
+        self._optimizer.set_scalars(scalars)
 
     def _tensors(self) -> dict[str, Tensors]:
         groups = {"weights": {name: p.detach() for name, p in self._parameters.items()}}
@@ -351,6 +392,7 @@ class Step:
         device_hooks: hooks of the device.
         settings: micro-batch size, compute dtype and seed.
         rank: rank of this process.
+        prior: the network that predicts targets of prior rows, see `prior_network`.
     """
 
     network: Network
@@ -360,6 +402,7 @@ class Step:
     device_hooks: DeviceHooks
     settings: Train
     rank: int
+    prior: Network
 
     def __post_init__(self) -> None:
         """Raise Refused where CUDA graphs are set and the step cannot be captured."""
@@ -372,7 +415,11 @@ class Step:
 
     def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         loss = torch.zeros((), device=self.device_hooks.device)
+        self.update.begin(learning_rate)
         for inputs in batch.on_device or self.inputs(batch):
+            # Ranks that share weights gather them together, so each runs the pass or none does.
+            if inputs.has_prior or (self.parallel.sharded and inputs.is_prior is not None):
+                self._set_prior_targets(inputs)
             if self._has_dropout:
                 seed_dropout(self.settings.seed, batch.step, inputs.first, self.rank)
             with self.parallel.accumulating(last=inputs.last):
@@ -381,6 +428,12 @@ class Step:
                 self.device_hooks.mark_step()
         self.parallel.gather_gradients()
         return StepOutput(self.parallel.sum_over_ranks(loss), self.update.apply(learning_rate))
+
+    def _set_prior_targets(self, inputs: Inputs) -> None:
+        """A forward pass of the base, before the step's own, which it leaves as it is."""
+        with attention_kernel(self.settings.attention), self.autocast(), as_base(self.prior):
+            inputs.set_prior_targets(self.prior)
+        self.device_hooks.mark_step()
 
     def backward(self, inputs: Inputs, denominator: int) -> torch.Tensor:
         """Add a micro-batch's gradients to those of the parameters.

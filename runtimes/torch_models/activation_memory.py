@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import checkpoint
 
-from runtimes.contract import UNCAST, StepBatch
+from runtimes.contract import OPTIONAL, UNCAST, StepBatch
+from runtimes.objective.training_objective import elementwise_loss
 
 Send = Callable[[NDArray[Any]], torch.Tensor]
 
@@ -56,7 +57,13 @@ class Inputs:
         target: [B, C, h, w] f32, the objective's regression target.
         weight: [B] f32, loss weight of each sample.
         conditioning: keyword to [B, ...].
+        loss_mask, huber_delta, is_prior: as in StepBatch.
+        has_prior: whether a row of `is_prior` is true, known on the host.
     """
+
+    loss_mask: torch.Tensor | None
+    huber_delta: torch.Tensor | None
+    is_prior: torch.Tensor | None
 
     def __init__(
         self,
@@ -77,11 +84,25 @@ class Inputs:
             name: send(array[part]) if name in UNCAST else send(array[part]).to(dtype)
             for name, array in batch.conditioning.items()
         }
+        for name in OPTIONAL:
+            array = getattr(batch, name)
+            setattr(self, name, None if array is None else send(array[part]))
+        self.has_prior = batch.is_prior is not None and bool(batch.is_prior[part].any())
 
     def errors(self, network: Any) -> torch.Tensor:
-        """Mean squared error per sample [B] f32, without loss weights."""
+        """Mean loss per sample [B] f32, without loss weights."""
         prediction = network(self.noisy_latents, self.timesteps, self.conditioning)
-        return (prediction.float() - self.target).square().mean(dim=(1, 2, 3))
+        squares = (prediction.float() - self.target).square()
+        losses: torch.Tensor = elementwise_loss(squares, self.huber_delta, self.loss_mask)
+        return losses.mean(dim=(1, 2, 3))
+
+    @torch.no_grad()
+    def set_prior_targets(self, base: Any) -> None:
+        """Set the targets of the rows of `is_prior`, which is not None, to a base's prediction."""
+        assert self.is_prior is not None
+        prediction = base(self.noisy_latents, self.timesteps, self.conditioning)
+        rows = self.is_prior[:, None, None, None]
+        self.target = torch.where(rows, prediction.float(), self.target)
 
 
 _aten = torch.ops.aten

@@ -1,14 +1,13 @@
 """Load or make the denoiser and text encoders of a pipeline folder, with checked weights.
 
-Layers of diffusers keep their formulas where torch_npu is installed. Frozen linear layers in 8 bits
-take half the memory of bfloat16 under LoRA adapters.
+Layers of diffusers keep their formulas where torch_npu is installed.
 
 Construct diffusers schedulers from their configs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -23,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
+from runtimes.adapters.lora import Adapter
 from runtimes.contract import StoredRows
 from runtimes.detect_hardware import torch_npu_version
 from runtimes.families import all_families, denoiser_classes
@@ -30,9 +30,12 @@ from runtimes.families.inpainting_aesthetics import added_weights, source_weight
 from runtimes.objective import noise_schedule
 from runtimes.pipeline_folder.folder import Base, read_config
 from runtimes.pipeline_folder.weights import check_fit, weight_files, weight_variant
+from runtimes.torch_models.quantized import quantize_blocks
 
 #: Options of `from_pretrained` that forbid downloads and pickle files.
 SAFE = {"local_files_only": True, "use_safetensors": True}
+
+NO_ADAPTERS: Mapping[str, Adapter] = {}
 
 
 def load_denoiser(
@@ -40,6 +43,9 @@ def load_denoiser(
     dtype: torch.dtype = torch.float32,
     config: dict[str, Any] | None = None,
     seed: int = 0,
+    precision: str | None = None,
+    kept: Sequence[str] = (),
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> Any:
     """Load a denoiser to the CPU and cast its weights to `dtype`.
 
@@ -49,18 +55,29 @@ def load_denoiser(
         config: config of a denoiser with extra inputs (inpainting_aesthetics.py); None is the
             folder's config.
         seed: initializes the weights of the extra inputs.
+        precision: as `train.lora.base_precision`; each layer is quantized when it is read.
+        kept: as in `quantize_blocks`.
+        adapters: layer -> adapter to merge, in float32, before weights are cast or quantized.
 
     Raises:
         Refused: a file is missing or damaged, or the weights do not match the config.
     """
     denoiser = empty_denoiser(folder, config)
-    weights = open_weights(denoiser, folder, dtype, config, seed)
-    denoiser.load_state_dict({name: w[...] for name, w in weights.items()}, assign=True)
+    weights = open_weights(denoiser, folder, dtype, config, seed, adapters)
+    if precision is not None:
+        quantize_blocks(denoiser, precision, kept, lambda name: weights.pop(name)[...])
+    tensors = {name: w[...] for name, w in weights.items()}
+    denoiser.load_state_dict(tensors, assign=True, strict=precision is None)
     return denoiser
 
 
 def open_weights(
-    denoiser: Any, folder: Path, dtype: torch.dtype, config: dict[str, Any] | None, seed: int
+    denoiser: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    config: dict[str, Any] | None,
+    seed: int,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> dict[str, StoredRows]:
     """The weights of a denoiser, for `load_state_dict`; indexing them reads rows as `dtype`.
 
@@ -76,7 +93,9 @@ def open_weights(
     for path in files:
         try:
             stream = safe_open(path, framework="pt")
-            weights |= {n: _FileTensor(stream.get_slice(n), dtype) for n in stream.keys()}  # noqa: SIM118
+            for name in stream.keys():  # noqa: SIM118
+                adapter = adapters.get(name.removesuffix(".weight"))
+                weights[name] = _FileTensor(stream.get_slice(name), dtype, adapter)
         except (SafetensorError, OSError) as error:
             raise Refused(f"{path} cannot be read: {error}") from None
     if config is not None:
@@ -90,17 +109,22 @@ def open_weights(
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor in a safetensors file, cast when it is read."""
+    """A tensor in a safetensors file; when it is read, its adapter is merged, and it is cast."""
 
     stored: Any  # safetensors' slice, which maps the file
     dtype: torch.dtype
+    adapter: Adapter | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.stored.get_shape())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.stored[index].to(self.dtype)
+        rows = self.stored[index]
+        if self.adapter is not None:
+            merged = self.adapter.rows(index).merged(rows.float().numpy())
+            rows = torch.from_numpy(merged)
+        return rows.to(self.dtype)
 
 
 def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
@@ -153,15 +177,22 @@ def empty_text_encoder(base: Base, part: str) -> Any:
 
 
 def load_text_encoder(
-    base: Base, part: str, dtype: torch.dtype = torch.float32, folder: Path | None = None
+    base: Base,
+    part: str,
+    dtype: torch.dtype = torch.float32,
+    folder: Path | None = None,
+    precision: str | None = None,
 ) -> Any:
     """Load a text encoder to the CPU, in evaluation mode.
+
+    Weights of `dtype` are mapped from their files.
 
     Args:
         base: the pipeline; its model_index.json names the encoder's class.
         part: component name, such as `text_encoder_2`.
         dtype: dtype of the weights.
         folder: folder of trained weights; None is the pipeline's own folder.
+        precision: as `encode.text_precision`.
 
     Raises:
         Refused: weights are missing or damaged, or do not match their config.
@@ -181,6 +212,8 @@ def load_text_encoder(
         raise Refused(f"{folder} does not load: {one_line(error)}") from None
     if missing := sorted(loaded["missing_keys"]):
         raise Refused(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
+    if precision is not None:
+        quantize_blocks(model, precision)
     return model.eval()
 
 
@@ -224,80 +257,6 @@ def _rms_norm(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
         normal = normal.to(layer.weight.dtype)
     normal = normal * layer.weight
     return normal if layer.bias is None else normal + layer.bias
-
-
-#: The largest absolute value of a symmetric 8-bit integer.
-LARGEST = 127
-
-
-class Int8Linear(torch.nn.Linear):
-    """A frozen linear layer with 8-bit weights and one float32 scale per output feature.
-
-    The scale is the row's largest absolute weight / 127 (absmax quantization, as in LLM.int8(),
-    arXiv 2208.07339, for weights alone). Products are computed in the input's dtype.
-    """
-
-    scale: torch.Tensor  # [out_features, 1] float32
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, layer: torch.nn.Linear) -> Int8Linear:
-        """The 8-bit layer of a linear layer, on the same device; `meta` included."""
-        with torch.device("meta"):
-            made = cls(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        weight = layer.weight.float()
-        scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST
-        rounded = (weight / scale).round().to(torch.int8)
-        made.weight = torch.nn.Parameter(rounded, requires_grad=False)
-        made.bias = layer.bias
-        # Not persistent: a checkpoint holds adapters alone, and the base is rounded at each start.
-        made.register_buffer("scale", scale, persistent=False)
-        return made.train(layer.training)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return _Linear.apply(input, self.weight, self.scale, bias)
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer whose backward pass keeps the 8-bit weight alone.
-
-    Autograd of a plain product would keep the dequantized weight of each layer.
-    """
-
-    @staticmethod
-    def forward(
-        context: Any, input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any
-    ) -> torch.Tensor:
-        context.save_for_backward(weight, scale)
-        return torch.nn.functional.linear(input, _dequantized(weight, scale, input.dtype), bias)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:
-        weight, scale = context.saved_tensors
-        return gradient @ _dequantized(weight, scale, gradient.dtype), None, None, None
-
-
-def _dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (weight * scale).to(dtype)  # a scale in bfloat16 would be 0.4% off
-
-
-def quantize_blocks(model: torch.nn.Module) -> None:
-    """Replace the linear layers of a model's repeated blocks by 8-bit layers, one after another.
-
-    Embeddings and the last projection, outside of the blocks, are small and keep their dtype.
-    """
-    for holder in list(model.modules()):
-        if isinstance(holder, torch.nn.ModuleList):
-            _quantize(holder)
-
-
-def _quantize(module: torch.nn.Module) -> None:
-    for name, child in list(module.named_children()):
-        if type(child) is torch.nn.Linear:
-            setattr(module, name, Int8Linear.of(child))
-        else:
-            _quantize(child)
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:

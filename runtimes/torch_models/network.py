@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,15 +27,17 @@ from artifacts.latent_shards import LatentSample
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
 from runtimes.adapters import lora
-from runtimes.adapters.lora_files import load_trained_components
+from runtimes.adapters.lora_files import load_trained_components, read_scaled
 from runtimes.contract import StepBatch, StoredRows
 from runtimes.families import Captioned, Family
+from runtimes.families.family import REFERENCE
 from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import Drawing, HasNetwork, TrainJob
-from runtimes.torch_models import loading
+from runtimes.torch_models import control_network, loading
 from runtimes.torch_models.activation_memory import recompute, without_recomputation
+from runtimes.torch_models.quantized import quantize_blocks
 from runtimes.torch_models.vae_text_encoders import (
     Encoded,
     FrozenTextEncoders,
@@ -91,21 +95,33 @@ def add_adapters(
 
 
 @torch.no_grad()
-def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, lora.Adapter]) -> None:
+def merge_adapters(
+    part: str,
+    model: torch.nn.Module,
+    adapters: Mapping[str, lora.Adapter],
+    read: Callable[[str], torch.Tensor] | None = None,
+) -> None:
     """Merge adapters into the weights of a component; the sum is computed in float32.
 
     Args:
         part: component name, such as `unet`.
         model: the component, changed in place.
         adapters: stored layer name to adapter.
+        read: name of a weight -> its values before the model's dtype rounded them; None: the
+            model's own.
 
     Raises:
         Refused: the component lacks an adapted layer, or the layer has another shape.
     """
-    modules = ((lora.stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
-    weights: dict[str, Any] = {name: module.weight for name, module in modules}
-    for name, merged in lora.merged_weights(part, adapters, weights, lambda w: w.float().numpy()):
-        weights[name].copy_(torch.from_numpy(merged))
+    layers = (name for name, module in model.named_modules() if _kind(module))
+    names = {lora.stored_name(part, layer): f"{layer}.weight" for layer in layers}
+    read = read or model.get_parameter
+
+    def values(name: str) -> NDArray[np.float32]:
+        return read(name).detach().float().numpy()
+
+    for name, merged in lora.merged_weights(part, adapters, names, values):
+        model.get_parameter(names[name]).copy_(torch.from_numpy(merged))
 
 
 def _layers(model: torch.nn.Module) -> dict[str, lora.Layer]:
@@ -132,6 +148,8 @@ def _initialize(name: str, layer: Any, seed: int, read: Callable[[torch.Tensor],
         magnitude.weight = torch.nn.Parameter(lengths.view(magnitude.weight.shape))
 
 
+#: Name of the ControlNet among the network's modules, and of its folder: diffusers' own.
+CONTROLNET = "controlnet"
 #: No weights on `meta`, by the tensor's id.
 NOTHING: Mapping[int, StoredRows] = {}
 
@@ -145,6 +163,7 @@ class Network(torch.nn.Module):
         family: family of the pipeline.
         parts: component name, such as `unet`, to module.
         frozen_clip: CLIP encoders in the family's order, if the step runs them untrained.
+        control: the ControlNet beside the denoiser, if there is one.
     """
 
     def __init__(
@@ -152,11 +171,14 @@ class Network(torch.nn.Module):
         family: Family,
         parts: dict[str, torch.nn.Module],
         frozen_clip: Sequence[torch.nn.Module] = (),
+        control: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.family = family
         for name, part in parts.items():
             self.add_module(name, part)
+        if control is not None:
+            self.add_module(CONTROLNET, control)
         self.frozen_clip = FrozenTextEncoders(frozen_clip).requires_grad_(False).eval()
         loading.keep_diffusers_formulas(self)
 
@@ -164,7 +186,8 @@ class Network(torch.nn.Module):
     def load(cls, job: TrainJob, base: Base, settings: Train) -> Network:
         """Load the trained components to the CPU.
 
-        Trained weights are float32; base weights under adapters have the compute dtype, or 8 bits.
+        Trained weights are float32; base weights under adapters have the compute dtype, or 8
+        or 4 bits.
 
         Raises:
             Refused: weights are missing, damaged or do not match their config.
@@ -174,9 +197,20 @@ class Network(torch.nn.Module):
             denoiser = loading.random_init_denoiser(config, settings.seed)
         else:
             folder = base.denoiser_folder
-            denoiser = loading.load_denoiser(folder, _dtype(settings), config, settings.seed)
-            _set_base_precision(denoiser, settings)
-        return cls._of(base, denoiser, job, settings)
+            precision = _precision(settings)
+            kept = base.family.unquantized
+            dtype = _dtype(settings)
+            about = (folder, dtype, config, settings.seed, precision, kept)
+            denoiser = loading.load_denoiser(*about, _assistant(job, base))
+        control = None
+        if settings.method == "controlnet":
+            start = job.control_start
+            control = (
+                control_network.new_control(base, settings)
+                if start is None
+                else control_network.load_control(base, Path(start))
+            )
+        return cls._of(base, denoiser, job, settings, control=control)
 
     @classmethod
     def load_unread(
@@ -194,7 +228,8 @@ class Network(torch.nn.Module):
         folder = base.denoiser_folder
         dtype = _dtype(settings)
         denoiser = loading.empty_denoiser(folder, config).to(dtype)
-        weights = loading.open_weights(denoiser, folder, dtype, config, settings.seed)
+        about = (denoiser, folder, dtype, config, settings.seed)
+        weights = loading.open_weights(*about, _assistant(job, base))
         tensors = denoiser.state_dict(keep_vars=True)
         unread = {id(tensors[name]): stored for name, stored in weights.items()}
         network = cls._of(base, denoiser, job, settings, unread=unread)
@@ -212,12 +247,18 @@ class Network(torch.nn.Module):
         """
         config = trained_config(base.denoiser, settings, request.denoiser_config)
         denoiser = loading.empty_denoiser(base.denoiser_folder, config).to(_dtype(settings))
-        _set_base_precision(denoiser, settings)  # on `meta`: no memory is touched
+        if precision := _precision(settings):
+            quantize_blocks(denoiser, precision, base.family.unquantized)  # on `meta`
 
         def load(base: Base, name: str, dtype: torch.dtype) -> Any:
             return loading.empty_text_encoder(base, name).to(dtype).to_empty(device="cpu")
 
-        return cls._of(base, denoiser.to_empty(device="cpu"), request, settings, load=load)
+        control = None
+        if settings.method == "controlnet":
+            start = None if request.control_start is None else Path(request.control_start)
+            control = control_network.empty_control(base, settings, start).to_empty(device="cpu")
+        denoiser = denoiser.to_empty(device="cpu")
+        return cls._of(base, denoiser, request, settings, load=load, control=control)
 
     @classmethod
     def _of(
@@ -229,6 +270,7 @@ class Network(torch.nn.Module):
         *,
         load: Callable[[Base, str, torch.dtype], Any] = loading.load_text_encoder,
         unread: Mapping[int, StoredRows] = NOTHING,
+        control: torch.nn.Module | None = None,
     ) -> Network:
         def read(weight: torch.Tensor) -> Any:
             return unread.get(id(weight), weight)[...]
@@ -245,11 +287,12 @@ class Network(torch.nn.Module):
         targets = family.attention_layers
         for name, part in parts.items():
             part.requires_grad_(full)
-            if not full:
+            if settings.method == "lora":
                 add_adapters(name, part, settings.lora, settings.seed, targets, read)
-            if settings.gradient_checkpointing != "none":
+        for part in (*parts.values(), control):
+            if settings.gradient_checkpointing != "none" and part is not None:
                 recompute(part, settings.gradient_checkpointing)
-        return cls(family, parts, frozen)
+        return cls(family, parts, frozen, control)
 
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
         """Move the network to a device, with convolution weights in a memory format."""
@@ -265,9 +308,19 @@ class Network(torch.nn.Module):
 
     @property
     def parts(self) -> dict[str, torch.nn.Module]:
-        """The trained components, by name."""
-        children = self.named_children()
-        return {name: child for name, child in children if child is not self.frozen_clip}
+        """The components of the pipeline that are trained, or that a ControlNet is beside."""
+        others = (self.frozen_clip, self.control)
+        return {name: child for name, child in self.named_children() if child not in others}
+
+    @property
+    def control(self) -> Any:
+        """The ControlNet; None without one."""
+        return getattr(self, CONTROLNET, None)
+
+    @property
+    def stored(self) -> dict[str, torch.nn.Module]:
+        """What training stores: the components, or the ControlNet alone, by name."""
+        return self.parts if self.control is None else {CONTROLNET: self.control}
 
     @property
     def text_encoders(self) -> list[torch.nn.Module]:
@@ -284,7 +337,7 @@ class Network(torch.nn.Module):
         """Trained parameters by their keys in State."""
         return {
             lora.state_name(part, name): parameter
-            for part, module in self.parts.items()
+            for part, module in self.stored.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
@@ -293,7 +346,7 @@ class Network(torch.nn.Module):
         """Persistent buffers, such as position embeddings, as float32 arrays by State's keys."""
         return {
             f"{prefix}.{name}": buffer.float().cpu().numpy()
-            for part, root in self.parts.items()
+            for part, root in self.stored.items()
             for prefix, module in root.named_modules(prefix=part)
             for name, buffer in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set
@@ -311,19 +364,56 @@ class Network(torch.nn.Module):
             noisy_latents: [B, C, h, w].
             timesteps: [B], in the family's units.
             conditioning: keyword to [B, ...], as Family.condition returns it. The text encoders
-                encode `input_ids`; `inpainting` has the mask and the masked image's latents.
+                encode `input_ids`; `inpainting` has the mask and the masked image's latents, and
+                `control` what the ControlNet reads.
         """
         if "input_ids" in conditioning:
             conditioning = encode_in_step(self._encoding(noisy_latents.dtype), conditioning)
         if "inpainting" in conditioning:  # see families/inpainting_aesthetics.py
             noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
-        return self.family.predict(self.denoiser, noisy_latents, timesteps, conditioning)
+        denoiser = self.denoiser
+        if "control" in conditioning:
+            control = conditioning["control"]
+            denoiser = control_network.Controlled(self.family, denoiser, self.control, control)
+        return self.family.predict(denoiser, noisy_latents, timesteps, conditioning)
 
     def _encoding(self, dtype: torch.dtype) -> Callable[[torch.Tensor], Encoded]:
         """The function that encodes token ids; frozen encoders return embeddings of `dtype`."""
         if trained := self.text_encoders:
             return partial(encode_ids, self.family, trained)
         return partial(self.frozen_clip.encode, self.family, dtype)
+
+
+def prior_network(network: Network, settings: Train) -> Network:
+    """The network that predicts the targets of prior rows, within `as_base`.
+
+    With adapters it is the trained one. Full training changes all weights, so it is a copy with the
+    base's weights in the compute dtype; frozen text encoders are shared.
+    """
+    if settings.method == "lora":
+        return network
+    copied = copy.deepcopy(network, {id(network.frozen_clip): network.frozen_clip})
+    for part in copied.parts.values():
+        torch.nn.Module.to(part, getattr(torch, settings.compute_dtype))
+    return copied.requires_grad_(False)
+
+
+@contextmanager
+def as_base(network: Network) -> Iterator[None]:
+    """Within the context, a network's adapters are switched off, and it has no dropout."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in network.modules() if isinstance(module, LoraLayer)]
+    was_training = network.training
+    network.eval()
+    for layer in layers:  # PEFT's `enable_adapters` would also change what requires gradients
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        network.train(was_training)
 
 
 def load_frozen_clip(base: Base, dtype: str) -> list[torch.nn.Module]:
@@ -337,9 +427,14 @@ def _dtype(settings: Train) -> torch.dtype:
     return torch.float32 if settings.method == "full" else getattr(torch, settings.compute_dtype)
 
 
-def _set_base_precision(denoiser: Any, settings: Train) -> None:
-    if settings.method == "lora" and settings.lora.base_precision == "int8":
-        loading.quantize_blocks(denoiser)
+def _precision(settings: Train) -> str | None:
+    """Precision of the frozen base; None: the compute dtype."""
+    return settings.lora.base_precision if settings.method == "lora" else None
+
+
+def _assistant(job: TrainJob, base: Base) -> Mapping[str, lora.Adapter]:
+    """The adapters that are part of the frozen denoiser."""
+    return {} if job.assistant is None else read_scaled(job.assistant)[base.family.denoiser]
 
 
 def has_dropout(network: torch.nn.Module) -> bool:
@@ -363,7 +458,14 @@ def seed_dropout(seed: int, step: int, first: int, rank: int) -> None:
     torch.manual_seed(int(rng.integers(2**63)))
 
 
-def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: bool) -> StepBatch:
+def sample_batch(
+    base: Base,
+    network: Network,
+    size: tuple[int, int],
+    *,
+    text: bool,
+    references: Sequence[tuple[int, int]] = (),
+) -> StepBatch:
     """A batch of one zero sample, with the shapes of a run's latents and conditioning.
 
     Args:
@@ -371,6 +473,7 @@ def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: b
         network: network of the run.
         size: (height, width) of the picture, in pixels.
         text: whether the step encodes token ids.
+        references: (height, width) of each reference, in pixels.
     """
     family = network.family
     extras = ExtraInputs.from_config(network.denoiser.config)
@@ -381,14 +484,19 @@ def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: b
     pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
     ids = None
     if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
-        tokens = base.caption_limits[family.clip_encoders[0]]
-        ids = np.zeros((len(family.clip_encoders), tokens), np.int32)
+        ids = np.zeros((len(family.clip_encoders), base.input_ids_length), np.int32)
     embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
     conditioning = family.condition([Captioned(sample, embeds, pooled, ids)])
     if extras.inpainting:
         conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), rows, columns), np.float32)
     if extras.aesthetic_score:
         conditioning["aesthetic_score"] = np.zeros(1, np.float32)
+    for number, sides in enumerate(references):
+        shape = (1, len(latents[0]), *(side // info["vae_scale_factor"] for side in sides))
+        conditioning[f"{REFERENCE}{number}"] = np.zeros(shape, np.float32)
+    if network.control is not None:
+        pixels = np.zeros((1, 3, *size), np.float32)
+        conditioning["control"] = pixels if family.control == "pixels" else latents
     return StepBatch(
         step=0,
         noisy_latents=latents,
@@ -480,33 +588,54 @@ def load_network(
     dtype: torch.dtype,
     device: torch.device,
     text_dtype: str | None = None,
+    text_encoders: Mapping[str, torch.nn.Module] = MappingProxyType({}),
 ) -> Network:
     """The frozen network of a drawing, in evaluation mode, on `device` in `dtype`.
 
-    Adapters are merged in float32 before the weights are cast to `dtype`.
+    Adapters are merged in float32 before the weights are cast to `dtype`. On the CPU, weights that
+    are stored in `dtype` and have no adapters are mapped from their files.
 
     Args:
         text_dtype: as GenerateJob.text_dtype; the base's text encoders then encode captions, unless
             the drawing has trained ones.
+        text_encoders: the drawing's trained ones by name, if they are loaded: `load_text_encoders`.
 
     Raises:
         Refused: weights or adapters are missing, damaged or of another architecture.
     """
     family = base.family
+    denoiser = _load_trained(drawing, base, dtype, without=family.clip_encoders)
+    trained = text_encoders or load_text_encoders(drawing, base, dtype)
+    frozen = list[torch.nn.Module]()
+    if text_dtype is not None and not trained:
+        frozen = load_frozen_clip(base, text_dtype)
+    folder = drawing.parts.get(CONTROLNET)
+    control = None if folder is None else control_network.load_control(base, Path(folder), dtype)
+    network = Network(family, {**denoiser, **trained}, frozen, control)
+    return network.to(device).requires_grad_(False).eval()
 
+
+def load_text_encoders(
+    drawing: Drawing, base: Base, dtype: torch.dtype
+) -> dict[str, torch.nn.Module]:
+    """The text encoders that were trained with a drawing, on the CPU; see load_network."""
+    return _load_trained(drawing, base, dtype, without=(base.family.denoiser,))
+
+
+def _load_trained(
+    drawing: Drawing, base: Base, dtype: torch.dtype, without: Sequence[str]
+) -> dict[str, torch.nn.Module]:
     def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
+        if name == base.family.denoiser:
+            part = loading.load_denoiser(folder, dtype)
+            # In float32 one by one: all of them would take twice the memory of `dtype`.
+            stored = loading.open_weights(part, folder, torch.float32, None, 0) if adapters else {}
+            merge_adapters(name, part, adapters, lambda weight: stored[weight][...])
+            return part
         first = torch.float32 if adapters else dtype
-        if name == family.denoiser:
-            part = loading.load_denoiser(folder, first)
-        else:
-            part = loading.load_text_encoder(base, name, first, folder)
+        part = loading.load_text_encoder(base, name, first, folder)
         merge_adapters(name, part, adapters)
         # ModelMixin.to of diffusers logs a warning for every cast to half precision.
         return torch.nn.Module.to(part, dtype)
 
-    parts = load_trained_components(drawing, base, load)
-    frozen = list[torch.nn.Module]()
-    if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
-        frozen = load_frozen_clip(base, text_dtype)
-    network = Network(family, parts, frozen)
-    return network.to(device).requires_grad_(False).eval()
+    return load_trained_components(drawing, base, load, without)

@@ -15,6 +15,7 @@ import diffusers
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from artifacts.latent_shards import LatentScale
@@ -22,11 +23,19 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.data.loader import pad_rows
 from runtimes.families import Family, TextEncoder
+from runtimes.families.family import pictures_beside
 from runtimes.pipeline_folder.folder import Base, vae_overflows
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.torch_models.activation_memory import Send, sender
 from runtimes.torch_models.loading import SAFE, empty_text_encoder, load_text_encoder
-from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary, load_tokenizer
+from runtimes.torch_models.offload import offload_layers
+from runtimes.torch_models.qwen_pictures import load_image_processor, read_with_pictures
+from runtimes.torch_models.tokenize import (
+    TextTokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    weigh_states,
+)
 
 Encoded = tuple[torch.Tensor | None, torch.Tensor | None]
 #: Every attention kernel of PyTorch, which then chooses; kernels of NPU and HPU are OVERRIDEABLE.
@@ -39,7 +48,7 @@ def encode_ids(family: Family, models: Sequence[Any], ids: torch.Tensor) -> Enco
     Args:
         family: selects the hidden layer, and the encoders that have pooled embeddings.
         models: n CLIP encoders.
-        ids: [B, n, T], one row of tokens per encoder.
+        ids: [B, n, T], one row of tokens per encoder, or of its chunks (tokenize.py).
 
     Returns:
         Hidden states [B, T, D] and pooled embeddings [B, P], both concatenated over encoders along
@@ -51,12 +60,28 @@ def encode_ids(family: Family, models: Sequence[Any], ids: torch.Tensor) -> Enco
     penultimate = family.clip_states == "penultimate"
     names = family.pooled_outputs([hasattr(model, "text_projection") for model in models])
     for row, (encoder, model, name) in enumerate(zip(family.clip, models, names, strict=True)):
-        output = model(ids[:, row].long(), output_hidden_states=penultimate)
+        tokens = ids[:, row].long()
+        chunks = max(1, tokens.shape[1] // model.config.max_position_embeddings)
+        if chunks > 1:
+            tokens = tokens.unflatten(1, (chunks, -1)).flatten(0, 1)
+        output = model(tokens, output_hidden_states=penultimate)
         if encoder.states:
-            states.append(output.hidden_states[-2] if penultimate else output.last_hidden_state)
+            own = output.hidden_states[-2] if penultimate else output.last_hidden_state
+            states.append(own if chunks == 1 else join_chunks(own, chunks))
         if name is not None:
-            pooled.append(getattr(output, name))
+            own = getattr(output, name)
+            pooled.append(own if chunks == 1 else own[::chunks])
     return _concatenate(states), _concatenate(pooled)
+
+
+def join_chunks(states: torch.Tensor, chunks: int) -> torch.Tensor:
+    """States [B, 2 + chunks (T - 2), D] of captions, from those [B chunks, T, D] of their chunks.
+
+    Marks between chunks are left out.
+    """
+    states = states.unflatten(0, (-1, chunks))
+    inner = states[:, :, 1:-1].flatten(1, 2)
+    return torch.cat([states[:, 0, :1], inner, states[:, -1, -1:]], dim=1)
 
 
 def join_t5(states: torch.Tensor | None, t5_states: torch.Tensor) -> torch.Tensor:
@@ -137,19 +162,40 @@ def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 class FrozenText(TextTokenizer):
-    """A family's frozen text encoder, with its tokenizer.
+    """A pipeline's frozen text encoder, with its tokenizer.
 
     Args:
-        family: with such an encoder.
+        base: the pipeline.
+        encoder: that of its family.
         tokenizer: a tokenizer of transformers.
         model: the encoder.
-        length: maximum number of tokens of a caption.
+
+    Raises:
+        OSError, ValueError: the processor of an encoder that sees references does not load.
     """
 
-    def __init__(self, family: Family, tokenizer: Any, model: Any, length: int) -> None:
-        assert family.frozen_text is not None
-        super().__init__(family, family.frozen_text, tokenizer, length)
+    def __init__(self, base: Base, encoder: TextEncoder, tokenizer: Any, model: Any) -> None:
+        super().__init__(base, encoder, tokenizer)
         self.model = model
+        self._image_processor = None
+        if encoder.processor is not None:
+            self._image_processor = load_image_processor(base.part(encoder.processor))
+
+    def states_with_pictures(
+        self, caption: str, pictures: Sequence[Image.Image], send: Send
+    ) -> torch.Tensor:
+        """Prompt embeddings [T, D] of a caption, uncut as in the pipeline, and its references.
+
+        Args:
+            pictures: results of `Family.condition_picture`.
+        """
+        text = self._family.chat_with_pictures(self._tokenizer, caption, len(pictures))
+        with self._tokenizing:
+            about = (self._tokenizer, self._image_processor)
+            inputs = read_with_pictures(*about, [text], [pictures])
+        sent = {name: send(tensor.numpy()) for name, tensor in inputs.items()}
+        states: torch.Tensor = self.model.base_model(**sent, use_cache=False).last_hidden_state
+        return states[0, self.encoder.prefix :]
 
     def kept(self, mask: NDArray[Any]) -> list[NDArray[Any]] | None:
         """Places of the tokens to store of each caption; None: all, with those of padding."""
@@ -168,10 +214,13 @@ def frozen_states(
     """
     if encoder.kind == "t5":
         return model(ids)[0]
+    inner = encoder.layers != (-1,)
     # The language model's own head would compute logits, which nobody needs.
     output = model.base_model(
-        input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
+        input_ids=ids, attention_mask=mask, output_hidden_states=inner, use_cache=False
     )
+    if not inner:  # the states of all layers would be the largest part of the memory
+        return output.last_hidden_state
     return torch.cat([output.hidden_states[index] for index in encoder.layers], dim=-1)
 
 
@@ -191,6 +240,8 @@ class Encoder:
         dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
             config computes in float32 where `dtype` is float16.
         embeds: whether `texts` is called; else no text encoder is loaded, tokenizers alone.
+        text_precision: as EncodeJob.text_precision.
+        offload: as EncodeJob.offload, for devices in offload.OFFLOADING.
 
     Raises:
         Refused: weights are missing, damaged or do not match their config.
@@ -205,12 +256,16 @@ class Encoder:
         send: Send | None = None,
         fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
         embeds: bool = True,
+        text_precision: str | None = None,
+        offload: bool = False,
     ) -> None:
         self.info = base.encoders
         self.limits = base.caption_limits
         self.family = base.family
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
+        self._text_precision = text_precision
+        self._offload = offload
         self._send = sender(self.device) if send is None else send
         self._fetch = fetch
         vae_class = getattr(diffusers, self.family.vae_class)
@@ -229,20 +284,23 @@ class Encoder:
         self._clip: list[tuple[TextTokenizer, Any]] = []
         for encoder in self.family.clip:
             tokenizer, model = self._load_text(encoder, base, embeds)
-            length = tokenizer.model_max_length
-            self._clip.append((TextTokenizer(self.family, encoder, tokenizer, length), model))
+            self._clip.append((TextTokenizer(base, encoder, tokenizer), model))
         self._frozen: FrozenText | None = None
         frozen = self.family.frozen_text
-        if embeds and frozen is not None and frozen.component in self.limits:
-            tokenizer, model = self._load_text(frozen, base, embeds)
-            length = self.limits[frozen.component]
-            self._frozen = FrozenText(self.family, tokenizer, model, length)
+        counts = embeds or self.family.sees_references  # of tokens, for which no model is loaded
+        if counts and frozen is not None and frozen.component in self.limits:
+            self._frozen = FrozenText(base, frozen, *self._load_text(frozen, base, embeds))
 
     def _load_text(self, encoder: TextEncoder, base: Base, embeds: bool) -> tuple[Any, Any]:
         """The tokenizer and the model."""
         if embeds:
-            model = load_text_encoder(base, encoder.component, self.dtype)
-            model = model.to(self.device).requires_grad_(False)
+            precision = None if encoder.kind == "clip" else self._text_precision
+            model = load_text_encoder(base, encoder.component, self.dtype, precision=precision)
+            model.requires_grad_(False)
+            if self._offload:
+                offload_layers(model, self.device)
+            else:
+                model.to(self.device)
         else:  # on `meta`, for its vocabulary's size
             model = empty_text_encoder(base, encoder.component)
         tokenizer = load_tokenizer(base, encoder)
@@ -283,9 +341,11 @@ class Encoder:
         absent; the data loader appends them.
 
         Args:
-            captions: K prompts.
+            captions: K prompts; a SeenPrompt has references beside it.
             clip: CLIP encoders that replace the pipeline's, such as trained ones.
         """
+        if self.family.sees_references:
+            return self.texts_with_pictures(captions, [*map(pictures_beside, captions)]), None
         states = None
         pooled = None
         kept = None
@@ -296,7 +356,31 @@ class Encoder:
             frozen, kept = self._frozen_states(captions)
             states = join_t5(states, frozen)
         assert states is not None, "each family has CLIP's states or a frozen text encoder"
-        return unpadded(self._host(states), kept), None if pooled is None else self._host(pooled)
+        weighed = self.weighed(self._host(states), captions)
+        return unpadded(weighed, kept), None if pooled is None else self._host(pooled)
+
+    @torch.no_grad()
+    def texts_with_pictures(
+        self, captions: Sequence[str], pictures: Sequence[Sequence[Image.Image]]
+    ) -> list[Float32]:
+        """Prompt embeddings, K of [T, D], of K captions with the references of each.
+
+        Each is encoded alone, as in the pipeline: its bits do not depend on the others.
+
+        Args:
+            captions: K prompts.
+            pictures: K lists of results of `Family.condition_picture`, any of which may be empty.
+        """
+        frozen = self._frozen
+        assert frozen is not None, "a family whose text encoder sees references has one"
+        pairs = zip(captions, pictures, strict=True)
+        return [self._host(frozen.states_with_pictures(*pair, self._send)) for pair in pairs]
+
+    def weighed(self, states: Float32, captions: Sequence[str]) -> Float32:
+        """The states [K, T, D] of captions, by the weights in them."""
+        tokenizers = [tokenizer for tokenizer, _ in self._clip]
+        widths = [model.config.hidden_size for _, model in self._clip]
+        return weigh_states(states, captions, tokenizers, widths)
 
     def t5(self, captions: Sequence[str]) -> Float32 | None:
         """T5's hidden states [K, T, D] f32, or None where the pipeline has no T5."""
@@ -363,6 +447,8 @@ class PaddedEncoder(Encoder):
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
     ) -> tuple[Embeds, Float32 | None]:
+        if self.family.sees_references:  # each is encoded alone
+            return super().texts(captions)
         padding = [""] * (self._caption_rows - len(captions))
         states, pooled = super().texts([*captions, *padding], clip)
         return states[: len(captions)], None if pooled is None else pooled[: len(captions)]

@@ -4,7 +4,7 @@
 .../exp_avg.safetensors, exp_avg_sq.safetensors           AdamW's moments, or another state
 .../ema.safetensors                                       with train.ema_decay
 .../ema-00001-of-00003.safetensors, ...                   a group above the shard size
-.../state.json                                            step, seed, settings, versions
+.../state.json                                            step, seed, settings, versions, scalars
 .../history.jsonl                                         one line per step
 .../manifest.json                                         written last: the commit
 

@@ -9,6 +9,7 @@ A run publishes trained components or adapters, and the history:
 
 <out>/unet/config.json, diffusion_pytorch_model.safetensors    method full: trained components
 <out>/text_encoder/config.json, model.safetensors
+<out>/controlnet/config.json, diffusion_...safetensors         method controlnet
 <out>/pytorch_lora_weights.safetensors                         method lora, diffusers' format
 <out>/scheduler/scheduler_config.json                          if it differs from the base's
 <out>/history.jsonl                                            one line per step
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -333,6 +335,7 @@ class TrainingRun:
             "runtime": self._job.runtime,
             "versions": self._runtime.versions,
             "seed": self._settings.seed,
+            "scalars": self._runtime.scalars(),
             "samples_seen": self.step * self._settings.global_batch_size,
             "skipped": list(self.skipped),
             "train": self._settings.model_dump(mode="json"),
@@ -378,6 +381,7 @@ class TrainingRun:
     def _restore(self, saved: checkpoints.Checkpoint) -> None:
         """Restore the runtime's state and the history."""
         self._runtime.restore(saved.state, saved.step)
+        self._runtime.restore_scalars(saved.facts.get("scalars", {}))
         self._recorder.begin(saved.history)
         self.step = saved.step
         self.skipped = sorted({*self.skipped, *saved.facts["skipped"]})
@@ -422,12 +426,18 @@ def make_batches(
         batches.BatchReader,
         family=family,
         text_encoders=settings.train_text_encoder or job.text_dtype is not None,
-        extras=ExtraInputs.from_config(config),
+        extras=replace(ExtraInputs.from_config(config), control=settings.method == "controlnet"),
         cache_bytes=settings.cache_bytes,
         guidance_scale=settings.guidance_scale,
+        masked_loss=settings.masked_loss,
     )
     loader = batches.Loader(
-        read(latents, objective=objective),
+        read(
+            latents,
+            objective=objective,
+            mixture=job.mixture or None,
+            reference_dropout_rate=settings.reference_dropout_rate,
+        ),
         batch_size=settings.global_batch_size,
         seed=settings.seed,
         window=settings.shuffle_window,
@@ -443,6 +453,7 @@ def make_batches(
         samples=settings.holdout_loss.samples,
         draws=settings.holdout_loss.draws,
         batch_size=settings.micro_batch(ranks.world),  # it fits in memory during training
+        regularised={name for name, source in job.mixture.items() if source["regularisation"]},
     )
 
 
@@ -509,9 +520,12 @@ def _write(
             component, _, rest = name.partition(".")
             components.setdefault(component, {})[rest] = array
         for component, arrays in components.items():
-            own = trained_config(base.denoiser, settings, job.denoiser_config)
             stem = DENOISER_WEIGHTS
-            if component.startswith("text_encoder"):
+            if component == "controlnet":
+                own = control_config(job, base, settings)
+            elif component == base.family.denoiser:
+                own = trained_config(base.denoiser, settings, job.denoiser_config)
+            else:
                 own = base.config(component)
                 stem = TEXT_WEIGHTS
             # _name_or_path is a local path of the machine that trained the base.
@@ -527,6 +541,15 @@ def _write(
     with write("history.jsonl") as sink:
         sink.write("".join(f"{line}\n" for line in history).encode())
     return sorted(files, key=lambda file: file.path)
+
+
+def control_config(job: TrainJob, base: Base, settings: Train) -> dict[str, Any]:
+    """The config of the job's ControlNet."""
+    from runtimes.torch_models import control_network  # MindSpore's environment lacks it
+
+    start = None if job.control_start is None else Path(job.control_start)
+    network = control_network.empty_control(base, settings, start)
+    return control_network.published_config(network)
 
 
 def _json(content: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from fsspec.core import url_to_fs
@@ -39,10 +39,14 @@ SEED = 0
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The mean unweighted squared error over held-out samples, and its standard error."""
+    """The mean unweighted squared error over held-out samples, and its standard error.
+
+    Of a mixture, the samples are those of the sources to learn, if they have any.
+    """
 
     loss: float
     error: float | None  # None for a single sample
+    by_source: dict[str, float] = field(default_factory=dict)  # of the sources of a mixture
 
     @classmethod
     def of(cls, draws: list[list[float]]) -> HeldOutLoss:
@@ -63,7 +67,19 @@ def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) ->
     """
     with runtime.evaluating():
         draws = draw_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
-    return None if draws is None else HeldOutLoss.of(draws)
+    if draws is None:
+        return None
+    by_source: dict[str, list[list[float]]] = {}
+    for source, losses in zip(holdout.sources, draws, strict=True):
+        by_source.setdefault(source, []).append(losses)
+    by_source.pop("", None)
+    losses_of = {source: HeldOutLoss.of(losses).loss for source, losses in by_source.items()}
+    learnt = [
+        losses
+        for source, losses in zip(holdout.sources, draws, strict=True)
+        if source not in holdout.regularised
+    ]
+    return replace(HeldOutLoss.of(learnt or draws), by_source=losses_of)
 
 
 #: Seconds between looks for the scores, and the longest wait: other ranks wait in a collective.
@@ -123,7 +139,8 @@ class Samples:
         if not (self._writes or self._runtime.samples_collectively):
             return False
         try:
-            pictures = self._runtime.sample(self._job.sample_prompts, self._job.sampler)
+            job = self._job
+            pictures = self._runtime.sample(job.sample_prompts, job.sampler, job.sample_controls)
         except WeightsLost:
             raise
         except Exception as error:  # such as out of memory, or a missing pipeline component
@@ -298,8 +315,9 @@ class Measurements:
             self.events.emit("warning", message=message)
             return
         figures = {VALIDATION_LOSS: held_out.loss, "validation_error": held_out.error}
+        figures |= {f"{VALIDATION_LOSS}/{name}": loss for name, loss in held_out.by_source.items()}
         self.recorder.amend_last(**figures)
-        self.events.emit("validation", step=step, loss=held_out.loss, error=held_out.error)
+        self.events.emit("validation", step=step, **vars(held_out))
 
     def sample(self, step: int) -> None:
         """Draw the sample pictures; record their score if `ranking` needs it."""

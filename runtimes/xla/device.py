@@ -25,11 +25,6 @@ def check(settings: Train) -> None:
     """Raise Refused for train settings that this runtime or this machine does not support."""
     _count_chips(settings.device)
     check_supported("xla", settings)
-    if settings.processes > 1:
-        raise Refused(
-            "train.processes is not for runtime xla: one process uses all devices of a host, and "
-            "train.fsdp sets how many share each array"
-        )
 
 
 def start(name: str, compiled: str | None) -> CompileCache:

@@ -36,7 +36,14 @@ from runtimes.process.launcher import Ranks
 from runtimes.spmd.tpu_sharding import check_rows
 from runtimes.torch_models.activation_memory import Inputs, micro_batches
 from runtimes.torch_models.loading import trained_scheduler
-from runtimes.torch_models.network import FlopCounter, Network, has_dropout, seed_dropout
+from runtimes.torch_models.network import (
+    FlopCounter,
+    Network,
+    as_base,
+    has_dropout,
+    prior_network,
+    seed_dropout,
+)
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.mesh import Mesh
 
@@ -158,16 +165,23 @@ class Step:
         update: update of its trained parameters.
         mesh: mesh of the devices.
         settings: micro-batch size, compute dtype and seed.
+        prior: the network that predicts targets of prior rows, see `prior_network`.
+        hosts: processes of the run, which run one program together.
     """
 
     network: Network
     update: Update
     mesh: Mesh
     settings: Train
+    prior: Network
+    hosts: int
 
     def __call__(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
         losses = []
         for inputs in batch.on_device or self.inputs(batch):
+            if inputs.has_prior or (self.hosts > 1 and inputs.is_prior is not None):
+                with self.autocast(), as_base(self.prior):
+                    inputs.set_prior_targets(self.prior)
             if self._has_dropout:
                 # Rank 0 on every host: SPMD hosts run one program and must draw equal masks.
                 seed_dropout(self.settings.seed, batch.step, inputs.first, rank=0)
@@ -265,13 +279,17 @@ class TheRuntime(BaseRuntime):
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = self._network = Network.load(job, base, plain)
         self._counter = FlopCounter(network, self._mesh.local)
+        prior = prior_network(network, settings) if job.has_prior else network
+        networks = dict.fromkeys((network, prior))  # one, if it has adapters
         if settings.gradient_checkpointing == "blocks":
-            for part in network.parts.values():
-                recompute(part, self._mesh)
-        self._mesh.shard_module(network)
+            for each in networks:
+                for part in each.parts.values():
+                    recompute(part, self._mesh)
+        for each in networks:
+            self._mesh.shard_module(each)
         network.train()
         self._update = Update(network.trained(), settings, self._mesh)
-        self._step = Step(network, self._update, self._mesh, settings)
+        self._step = Step(network, self._update, self._mesh, settings, prior, ranks.world)
         torch_xla.sync()
 
     def put(self, batch: contract.StepBatch) -> contract.StepBatch:

@@ -23,7 +23,13 @@ from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.process.launcher import Ranks
 from runtimes.sample.diffusers_pipeline import BasePipeline
-from runtimes.sample.sampling_inputs import ConditionedNoise, Conditioner, image_levels
+from runtimes.sample.sampling_inputs import (
+    NO_REFERENCES,
+    ConditionedNoise,
+    Conditioner,
+    References,
+    image_levels,
+)
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.activation_memory import Inputs
 from runtimes.torch_models.loading import make_scheduler
@@ -92,20 +98,36 @@ class Sampler:
         self._network = None
 
     def draw(
-        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+        self,
+        prompts: Sequence[str],
+        sampler: dict[str, Any],
+        *,
+        first: int,
+        references: References = NO_REFERENCES,
     ) -> NDArray[np.uint8]:
         """As `PipelineSampler.draw`: images [N, H, W, 3] uint8, one per prompt."""
-        return image_levels(self.pixels(prompts, sampler, first=first))
+        return image_levels(self.pixels(prompts, sampler, first=first, references=references))
+
+    def encode_picture(self, pixels: Float32) -> Float32:
+        """As `PipelineSampler.encode_picture`."""
+        return self._encoder.images(pixels)[0]
 
     @torch.no_grad()
-    def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
+    def pixels(
+        self,
+        prompts: Sequence[str],
+        sampler: dict[str, Any],
+        *,
+        first: int,
+        references: References = NO_REFERENCES,
+    ) -> Float32:
         """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
         guidance = self._network.family.guidance_weight(sampler)
         config = self._network.denoiser.config
         table = self._conditioner.table(self._scheduler, sampler, config)
-        batches = self._conditioner.batches(
-            prompts, sampler, first=first, denoiser=config, multiple=self._mesh.local
-        )
+        options: dict[str, Any] = {"denoiser": config, "multiple": self._mesh.local}
+        options |= {"first": first, "references": references}
+        batches = self._conditioner.batches(prompts, sampler, **options)
         pictures = [self._denoise(batch, table, guidance)[: batch.count] for batch in batches]
         return np.concatenate(pictures)
 

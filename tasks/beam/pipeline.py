@@ -242,7 +242,7 @@ def run_linear(
         shards = pipeline | beam.Create(list(inputs)) | beam.Reshuffle() | beam.ParDo(do)
         # With an output to wait for, Beam's job service notices that a worker is gone.
         _ = shards | "Results" >> beam.Reshuffle()
-        with _watching(watch):
+        with watching(watch):
             try:
                 _run(pipeline, options)
             except Exception as error:
@@ -312,7 +312,7 @@ def _in_turn(elements: Sequence[Any], dofn: beam.DoFn) -> Iterator[tuple[Sequenc
 
 
 @contextmanager
-def _watching(watch: ShardProgress) -> Iterator[None]:
+def watching(watch: ShardProgress) -> Iterator[None]:
     """Show progress in a thread, since Beam's `run` blocks without progress."""
     reports = workers.WorkerReports(watch.store, watch.reports)
     begun = time.monotonic()

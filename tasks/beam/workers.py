@@ -132,8 +132,9 @@ def _source_places(source: Source, stage: StageName, *, in_pool: bool) -> Iterat
     """(setting, place) of what workers of a stage read of a source.
 
     Beam's workers do not read the URLs of a list; each machine of a work pool draws the digits.
+    What the base draws is in the store.
     """
-    if stage != "download":
+    if stage != "download" or source.kind == "drawn":
         return
     if source.kind == "digits":
         if not in_pool:
@@ -238,17 +239,25 @@ def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, s
     """(setting, place) of what a sent stage reads, writes or checks."""
     measuring = recipe.evaluate
     judges = measuring.preference_models.items()
+    caption = recipe.caption
+    if caption is not None and caption.endpoint is not None and stage != "caption":
+        caption = None  # only its own stage asks the servers
     places = {
         "model.path": recipe.model.path,
         "model.vae": recipe.model.vae,
+        "model.components": recipe.model.components,
         "train.denoiser_config": recipe.train.denoiser_config,
+        "train.lora.start": recipe.train.lora.start,
+        "train.lora.assistant": recipe.train.lora.assistant,
+        "evaluate.model": measuring.model.path if measuring.model else None,
+        "evaluate.model.components": measuring.model.components if measuring.model else None,
         "evaluate.clip": measuring.clip,
         "evaluate.image_encoder": measuring.image_encoder,
         "evaluate.inception": measuring.inception,
         **{f"evaluate.judges.{name}": path for name, path in judges},
         **{f"evaluate.prompts.{n}.file": prompts.file for n, prompts in measuring.prompts.items()},
         **(recipe.describe.models if recipe.describe else {}),
-        **(recipe.caption.places if recipe.caption else {}),
+        **(caption.places if caption else {}),
         "publish.registry": recipe.publish.registry,
     }
     yield "store", recipe.store

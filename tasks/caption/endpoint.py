@@ -252,7 +252,7 @@ def _parsed(data: bytes) -> Answer:
         text = choice["message"]["content"] or ""
         if not isinstance(text, str):
             raise TypeError
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise _Passing("its answer is no chat completion") from None
     return Answer(text, choice.get("finish_reason") == "length")
 

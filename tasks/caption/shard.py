@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from PIL import Image
@@ -33,7 +33,7 @@ from tasks.evaluate.features import Clip
 from tasks.evaluate.judges import cosine
 from tasks.pictures import PictureShard
 
-STAGE = "caption"
+STAGE: Final = "caption"
 #: Raised when the meaning of tables changes.
 VERSION = 1
 Answers = dict[tuple[int, str], Answer | None]  # (row, prompt's name)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from artifacts.image_shards import read_tar
@@ -30,13 +31,13 @@ from tasks.code_version import runtime_facts, versions
 from tasks.describe.describers import Spec, specs_of
 from tasks.describe.tables import EarlierTables
 from tasks.describe.tables import tables_of as tables_of_describe
-from tasks.encode.crop_to_bucket import BadSample, decode
+from tasks.devices.shards import ShardTask
+from tasks.download import listed
+from tasks.encode.crop_to_bucket import BadSample, decode, is_holdout
+from tasks.hosts.choose import Hosts
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.pictures import Pictures, PictureShard
 from tasks.progress import Report
-
-if TYPE_CHECKING:
-    from tasks.devices.commit_shards import ShardTask
 
 #: Earlier artifacts whose captions are used again, the newest first.
 EARLIER = 3
@@ -85,7 +86,7 @@ class CaptionStage(Stage):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that affect the captions."""
-        return self.chosen.key_settings()
+        return {**self.chosen.key_settings(), "holdout": self.recipe.encode.holdout}
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -161,12 +162,14 @@ class CaptionStage(Stage):
         options = beam_options(self.recipe, "caption")
         is_remote = workers_of(options) is Workers.REMOTE
         is_endpoint = self.chosen.endpoint is not None
+        hosts = None if is_endpoint else Hosts.of(self.recipe, STAGE)
+        copies = is_remote or hosts is not None
         plan = CaptioningPlan(
             settings=self.chosen.model_dump(mode="json"),
             prompts=self.prompts,
             max_pixels=self.recipe.download.max_pixels,
             model=None,
-            clip=self.clip.put(store) if self.clip and is_remote else self.clip,
+            clip=self.clip.put(store) if self.clip and copies else self.clip,
             device="cpu" if is_endpoint else self.chosen.device,
         )
         if is_endpoint and not is_remote:  # an engine may show what it is sent
@@ -175,16 +178,14 @@ class CaptionStage(Stage):
             plan = replace(plan, key=key_of(self.recipe.publish.name))
         if self.model is not None:
             digest = self.inputs["model"]
-            url = put_model(store, digest, model_files(self.model)) if is_remote else None
+            url = put_model(store, digest, model_files(self.model)) if copies else None
             plan = replace(plan, model=str(self.model), model_digest=digest, model_url=url)
         processes = None if is_endpoint else self.chosen.processes
         dofn = CommitShards(store.url, reports, plan, processes)
-        return commit_shards(tasks, store, dofn, options, progress)
+        return commit_shards(tasks, store, dofn, options, progress, hosts)
 
     def _tasks(self, store: Store) -> list[ShardTask]:
         """What to caption, once for image shards with equal bytes."""
-        from tasks.devices.commit_shards import ShardTask
-
         known = self._earlier(store)
         described = {} if self.described is None else tables_of_describe(self.described)
         facts = {"stage": STAGE, "version": VERSION, "prompts": self.prompts}
@@ -202,7 +203,17 @@ class CaptionStage(Stage):
 
     @cached_property
     def _shards(self) -> list[PictureShard]:
-        return Pictures(self.images, self.selected).shards
+        """The pictures to caption: held-out ones keep the source's captions, if they have some."""
+        shards = Pictures(self.images, self.selected).shards
+        holdout = self.recipe.encode.holdout
+        if not holdout:
+            return shards
+        asked = {}
+        for tar, rows in listed.tables_of(self.images):
+            pictures = zip(rows["sha256"].to_pylist(), rows["caption"].to_pylist(), strict=True)
+            own = [bool(c) and is_holdout(bytes.fromhex(sha256), holdout) for sha256, c in pictures]
+            asked[tar] = ~np.array(own, bool)
+        return [shard.with_rows(shard.mask & asked[shard.sha256]) for shard in shards]
 
     def _earlier(self, store: Store) -> dict[str, list[dict[str, Any]]]:
         """Sha256 of an image shard -> earlier tables with captions of its pictures.
@@ -215,7 +226,7 @@ class CaptionStage(Stage):
         alike = (
             artifact
             for artifact in recent_artifacts(store, STAGE)
-            if artifact and digests & set(artifact.summary["prompts"].values())
+            if artifact and digests & set(artifact.summary.get("prompts", {}).values())
         )
         for recent in islice(alike, EARLIER):
             if (artifact := store.load(STAGE, recent.key)) is None:
@@ -280,8 +291,10 @@ class CaptionStage(Stage):
                 *(summary["without"], summary["kept"], self.chosen.on_bad),
             )
 
-    def helper(self, store: Store, progress: Report) -> Callable[[], object]:
-        """A call that captions shards beside another host's build."""
+    def helper(self, store: Store, progress: Report) -> Callable[[], object] | None:
+        """A call that captions shards beside another host's build; None: a cluster does."""
+        if self.recipe.hosts_of(STAGE) is not None:
+            return None
         reports = f"{store.root}/{self.name}/{self.parts.key}/{REPORTS}-{uuid4().hex}"
         return partial(self.caption_missing, store, reports, progress)
 

@@ -15,6 +15,7 @@ from configs.secrets import one_line
 from runtimes.data.loader import Prefetch
 from runtimes.pipeline_folder.folder import read_config
 from runtimes.pipeline_folder.weights import weight_shapes
+from runtimes.torch_models.qwen_pictures import load_image_processor, read_with_pictures
 from tasks.caption.captioner import Answer, Decoding, Keep, Question
 from tasks.evaluate.features import batches
 
@@ -134,9 +135,9 @@ class QwenProcessor:
     """As Qwen's own processor, without its part for videos."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+        from transformers import AutoTokenizer
 
-        self._images = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
+        self._images = load_image_processor(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, padding_side="left"
         )
@@ -151,15 +152,10 @@ class QwenProcessor:
     def __call__(self, pictures: Sequence[Image.Image], prompt: str) -> Any:
         from transformers import BatchFeature
 
-        images = self._images(images=list(pictures), return_tensors="pt")
-        text = asked(self.tokenizer, prompt)
-        # A picture takes a token for each merged square of patches.
-        areas = images["image_grid_thw"].prod(dim=1) // self._images.merge_size**2
-        texts = [text.replace(self._image_token, self._image_token * int(n), 1) for n in areas]
-        tokens = self.tokenizer(texts, padding=True, return_tensors="pt")
-        image_id = self.tokenizer.convert_tokens_to_ids(self._image_token)
-        types = (tokens["input_ids"] == image_id).int()
-        return BatchFeature({**tokens, **images, "mm_token_type_ids": types})
+        texts = [asked(self.tokenizer, prompt)] * len(pictures)
+        own = [[picture] for picture in pictures]
+        about = (self.tokenizer, self._images, texts, own, self._image_token)
+        return BatchFeature(read_with_pictures(*about))
 
 
 def processor_of(folder: Path) -> Processor | QwenProcessor:

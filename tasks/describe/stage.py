@@ -21,6 +21,8 @@ from tasks.code_version import runtime_facts, versions
 from tasks.describe.describers import Spec, column_name, kind_of, specs_of
 from tasks.describe.tables import NAMED, STAGE, VERSION, EarlierTables, table_key
 from tasks.describe.worker import DescribingPlan, describe_request
+from tasks.devices.shards import ShardTask
+from tasks.hosts.choose import Hosts
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
 
@@ -149,7 +151,7 @@ class DescribeStage(Stage):
             return []
         # Beam takes seconds to import, which a reused artifact does not need.
         with quiet_import():
-            from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
+            from tasks.devices.commit_shards import CommitShards, commit_shards
 
         tars = {e.sha256: e for e in self.images.files if e.path.endswith(".tar")}
         tasks = []
@@ -165,11 +167,13 @@ class DescribeStage(Stage):
         used = {digest for tables in requests.values() for digest in tables}
         options = beam_options(self.recipe, STAGE)
         is_remote = workers_of(options) is Workers.REMOTE
-        opened = {d: specs[d].put(store) if is_remote else specs[d] for d in sorted(used)}
+        hosts = Hosts.of(self.recipe, STAGE)
+        copies = is_remote or hosts is not None
+        opened = {d: specs[d].put(store) if copies else specs[d] for d in sorted(used)}
         max_pixels = self.recipe.download.max_pixels
         plan = DescribingPlan(opened, max_pixels, self.chosen.batch_size, self.chosen.device)
         dofn = CommitShards(store.url, reports, plan, self.chosen.processes)
-        return commit_shards(tasks, store, dofn, options, progress)
+        return commit_shards(tasks, store, dofn, options, progress, hosts)
 
     def _summarise(self, shards: Sequence[Shard], described: Mapping[str, int]) -> dict[str, Any]:
         """Counts over all tables, and the histogram of each number."""
@@ -210,8 +214,10 @@ class DescribeStage(Stage):
                     f"({words}), more than describe.max_bad ({max_bad:g}) allows"
                 )
 
-    def helper(self, store: Store, progress: Report) -> Callable[[], object]:
-        """A call that describes shards beside another host's build."""
+    def helper(self, store: Store, progress: Report) -> Callable[[], object] | None:
+        """A call that describes shards beside another host's build; None: a cluster does."""
+        if self.recipe.hosts_of(STAGE) is not None:
+            return None
         reports = f"{store.root}/{self.name}/{self.parts.key}/{REPORTS}-{uuid4().hex}"
         return partial(self.describe_missing, store, reports, progress)
 

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
 
+from artifacts.filesystems import ask_at_once
 from artifacts.records import Damaged
 from artifacts.store import Shard, Store
-from tasks.beam.pipeline import ShardProgress, run_linear
-from tasks.beam.workers import WorkerReports, Workers, shard_counts, worker_report, workers_of
+from tasks.beam.pipeline import ShardProgress, run_linear, watching
+from tasks.beam.workers import WorkerReports, Workers, worker_report, workers_of
 from tasks.child_process import ProcessLost
 from tasks.devices.processes import SHARDS_PER_DEVICE, DevicePool, Plan, devices
+from tasks.devices.shards import Busy, Committer, ShardTask
 
-
-@dataclass(frozen=True)
-class ShardTask:
-    """One image shard of which shards are made.
-
-    The worker may make further shards with them, as the thumbnails of an image shard.
-    """
-
-    keys: tuple[str, ...]  # of the shards; the first one is locked while they are made
-    request: dict[str, Any]  # for the worker
-    samples: int
-
-    @property
-    def key(self) -> str:
-        return self.keys[0]
+if TYPE_CHECKING:
+    from tasks.hosts.choose import Hosts
 
 
 class CommitShards(beam.DoFn):
-    """Commits the shards of each element, unless the store has them intact.
-
-    The facts of an element's first shard have `bad_reasons`, {reason: samples without a result}.
+    """Commits the shards of each element, as `Committer`.
 
     Args:
         store_url: URL of the store.
@@ -67,46 +52,18 @@ class CommitShards(beam.DoFn):
         self.run = uuid4().hex
         self._shared = Shared()
 
+    @property
+    def committer(self) -> Committer:
+        """What commits the shards of an element."""
+        return Committer(self.store_url, self.plan.stage, self.reports, self.run)
+
     def process(self, task: ShardTask) -> Iterator[str]:
         """Yield the first shard's key once all are committed."""
-        store = Store(self.store_url)
         try:
-            shards = self._committed(store, task) or self._built(store, task)
-        except _Busy:
+            self.committer.commit(task, self.open, waits=self.waits)
+        except Busy:
             return
-        written = sum(entry.size for shard in shards for entry in shard.files)
-        failed = shards[0].meta["bad_reasons"]
-        is_new = any(shard.is_new for shard in shards)
-        counts = shard_counts(task.samples, failed, written, is_new=is_new)
-        worker_report(self.store_url, self.reports, self.run).add(task.key, counts)
         yield task.key
-
-    def _committed(self, store: Store, task: ShardTask) -> list[Shard]:
-        """All shards of an element, or none."""
-        shards = [store.shard(self.plan.stage, key) for key in task.keys]
-        committed = [shard for shard in shards if shard is not None]
-        return committed if len(committed) == len(shards) else []
-
-    def _built(self, store: Store, task: ShardTask) -> list[Shard]:
-        """The shards, made here, or by another process during the wait. Raises _Busy."""
-        stage = self.plan.stage
-        with store.shard_lock(stage, task.key, self._wait):
-            if shards := self._committed(store, task):
-                return shards
-            with tempfile.TemporaryDirectory(prefix=f"kiln-{stage}-") as folder:
-                facts = self.open().compute(task.request, folder)
-                files: dict[str, dict[str, str]] = {key: {} for key in facts}
-                for name in sorted(os.listdir(folder)):
-                    key, dot, suffix = name.partition(".")
-                    files[key][dot + suffix] = f"{folder}/{name}"
-                made = {
-                    key: store.commit_shard(stage, key, files[key], facts[key]) for key in facts
-                }
-            return [made[key] for key in task.keys]
-
-    def _wait(self, owner: dict[str, Any]) -> None:
-        if not self.waits:
-            raise _Busy
 
     def open(self, make: Callable[[], DevicePool] | None = None) -> DevicePool:
         """The models of this process, loaded at the first call and kept while they are in use."""
@@ -116,10 +73,6 @@ class CommitShards(beam.DoFn):
     def _loaded(self) -> DevicePool:
         Shared().acquire(_Placeholder)  # which releases those of the last run
         return DevicePool(self.plan.fetched(), self.processes)
-
-
-class _Busy(Exception):
-    """Another process makes the shards."""
 
 
 class _Placeholder:
@@ -132,12 +85,19 @@ def commit_shards(
     dofn: CommitShards,
     options: dict[str, Any],
     progress: Callable[[int, int, str], None],
+    hosts: Hosts | None = None,
 ) -> list[Shard]:
     """Commit the shards of every task, and return them in the order of `tasks` and their keys.
 
     Several flows may call it for the same shards: each makes those that nobody else does.
 
-    Raises Refused; Damaged if an image shard differs from the committed shard; LockLost.
+    Args:
+        hosts: of a cluster that compute, instead of Beam's workers.
+
+    Raises:
+        Refused, LockLost: as the workers do.
+        Damaged: an image shard differs from the committed shard.
+        Away, JobFailed: as `run_hosts_job`.
     """
     plan = dofn.plan
     sizes = {task.key: task.samples for task in tasks}
@@ -145,7 +105,7 @@ def commit_shards(
     reports = WorkerReports(store, dofn.reports)
     reports.clear()  # of an earlier run
     is_here = workers_of(options) is Workers.THREADS
-    count = len(devices(plan, dofn.processes)) if is_here else 1
+    count = len(devices(plan, dofn.processes)) if is_here and hosts is None else 1
 
     def run(some: Sequence[ShardTask], *, waits: bool) -> None:
         dofn.waits = waits
@@ -159,7 +119,10 @@ def commit_shards(
         return {key: shard for key, shard in shards if shard is not None}
 
     try:
-        run(tasks, waits=False)
+        if hosts is None:
+            run(tasks, waits=False)
+        else:
+            _commit_on_hosts(tasks, store, dofn, watch, hosts)
         shards = committed()
         if missing := [task for task in tasks if not shards.keys() >= {*task.keys}]:
             others = worker_report(store.url, dofn.reports, dofn.run)
@@ -180,3 +143,22 @@ def commit_shards(
         raise RuntimeError(f"{plan.stage}: the pipeline ended without committing every shard")
     watch.show_end(sum((Counter(shards[t.key].meta["bad_reasons"]) for t in tasks), Counter()))
     return [shards[key] for task in tasks for key in task.keys]
+
+
+def _commit_on_hosts(
+    tasks: Sequence[ShardTask], store: Store, dofn: CommitShards, watch: ShardProgress, hosts: Hosts
+) -> None:
+    """Let hosts make the shards that the store lacks; no model is opened here."""
+    from tasks.hosts.shards_on_hosts import commit_on_hosts
+
+    committer = dofn.committer
+    missing: list[ShardTask] = []
+    intact = ask_at_once(store.fs, partial(committer.intact, store), tasks)
+    for task, shards in zip(tasks, intact, strict=True):
+        if shards:
+            committer.report(task, shards)
+        else:
+            missing.append(task)
+    if missing:
+        with watching(watch):
+            commit_on_hosts(hosts, missing, store, committer, dofn.plan, dofn.processes)

@@ -19,7 +19,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from pydantic import TypeAdapter
 
@@ -72,6 +72,19 @@ class Plan(Protocol):
         ...
 
 
+def written_plan(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON: its class's `module` and `name`, and its fields as `plan`."""
+    kind = type(plan)
+    fields = asdict(plan)  # type: ignore[call-overload]
+    return {"module": kind.__module__, "name": kind.__qualname__, "plan": fields}
+
+
+def read_plan(written: dict[str, Any]) -> Plan:
+    """The plan of `written_plan`."""
+    kind = getattr(import_module(written["module"]), written["name"])
+    return cast(Plan, TypeAdapter(kind).validate_python(written["plan"]))
+
+
 def devices(plan: Plan, processes: int | None) -> list[str]:
     """The devices of a plan on this machine, see devices_of. Raises Refused."""
     return devices_of(plan.runtime, plan.device, processes, f"{plan.stage}.processes")
@@ -108,9 +121,8 @@ def serve(descriptors: Sequence[int]) -> None:
     """
     connections = [Connection(descriptor) for descriptor in descriptors]
     message = receive(connections[0])
-    kind = getattr(import_module(message["module"]), message["name"])
     try:
-        worker = TypeAdapter(kind).validate_python(message["plan"]).open()
+        worker = read_plan(message).open()
     except Refused as error:
         send(connections[0], _described(error))
         return
@@ -163,10 +175,7 @@ class DeviceProcess:
             what, module, python=python, sockets=SHARDS_PER_DEVICE
         )
         self.slots = [partial(_ask, process, n) for n in range(SHARDS_PER_DEVICE)]
-        kind = type(plan)
-        fields = asdict(plan)  # type: ignore[call-overload]
-        message = {"module": kind.__module__, "name": kind.__qualname__, "plan": fields}
-        process.send(json.dumps(message).encode())
+        process.send(json.dumps(written_plan(plan)).encode())
 
     def wait(self) -> None:
         """Return when the models are loaded. Raises Refused or ProcessLost."""

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 from configs.settings.data import Download
 from runtimes.detect_hardware import check_memory
+from runtimes.sample.reference_pictures import to_rgb
 from tasks.download.http import FetchFailed
-from tasks.encode.crop_to_bucket import to_rgb
 
 #: Memory that img2dataset needs at most, for alpha in float64; and of pictures without alpha.
 BYTES_PER_PIXEL = 79
@@ -340,6 +340,8 @@ REASONS = {
 }
 #: Why a picture was not resized, if it is not for its size.
 UNDECODED = ("not an image", "cannot be resized")
+#: Largest relative difference between the aspect ratios of a picture and of its mask.
+SAME_ASPECT = 0.02
 #: Pixels that a decoder skips need this many times less memory than those that are resized.
 SKIPPED = 8
 
@@ -402,6 +404,9 @@ class PictureResizer:
         )
         #: For reduced pictures, whose own size was checked before.
         self._resize_reduced = make()
+        sizes = (settings.image_size, settings.resize_mode, settings.only_if_bigger)
+        #: For masks and control pictures, whose own picture's size was checked before.
+        self._resize_beside = img2dataset_resizer()(*sizes, encode_format="png", encode_quality=1)
 
     def resize(self, body: bytes) -> Resized | str:
         """The resized picture, or a failure reason.
@@ -454,3 +459,62 @@ class PictureResizer:
         if shorter < self.settings.min_image_size:
             return "too small"
         return "too thin" if longer / shorter > self.settings.max_aspect_ratio else None
+
+    def resize_mask(self, body: bytes, width: int, height: int) -> bytes:
+        """A picture's mask, resized, cropped or padded as the picture: grey PNG, 255 = trained on.
+
+        Args:
+            body: an encoded mask, of any size of the picture's aspect ratio.
+            width, height: pixels of the picture before it was resized.
+
+        Raises:
+            FetchFailed: it cannot be decoded, or has another aspect ratio.
+        """
+        grey = self._channel(body, lambda image: to_rgb(image).convert("L"))
+        return self._resized_beside(grey, width, height)
+
+    def resize_control(self, body: bytes, width: int, height: int) -> bytes:
+        """A picture's control picture, as `resize_mask`: RGB PNG, padded with black."""
+        return self._resized_beside(self._channel(body, to_rgb), width, height)
+
+    def resize_alpha(self, body: bytes, width: int, height: int) -> bytes | None:
+        """The alpha channel of a picture as `resize_mask`; None if it has none."""
+        body = bounded_metadata(body)
+        if read_header(body, self.settings.max_pixels).is_opaque:
+            return None
+        alpha = self._channel(body, lambda image: image.convert("RGBA").getchannel("A"))
+        return self._resized_beside(alpha, width, height)
+
+    def _channel(self, body: bytes, channel: Callable[[Any], Any]) -> Any:
+        """A grey picture made from an upright one. Raises FetchFailed."""
+        from PIL import Image, ImageOps
+
+        most = self.settings.max_pixels
+        body = bounded_metadata(body)
+        header = read_header(body, most)
+        try:
+            with (
+                DECODING.reserve(header.pixels, most),
+                Image.open(BytesIO(body), formats=known_formats()) as image,
+            ):
+                return channel(ImageOps.exif_transpose(image))
+        except MemoryError:
+            raise
+        except Exception:  # any type, as in `read_header`
+            raise FetchFailed("not an image") from None
+
+    def _resized_beside(self, image: Any, width: int, height: int) -> bytes:
+        from PIL import Image, ImageOps
+
+        if abs(image.width * height / (image.height * width) - 1) > SAME_ASPECT:
+            raise FetchFailed("other aspect ratio than the picture's")
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BOX)
+        # The resizer pads with white; no padding is trained on, and none controls.
+        ImageOps.invert(image).save(buffer := BytesIO(), "PPM")
+        resized, *_, message = self._resize_beside(buffer)
+        if message is not None:
+            raise FetchFailed("cannot be resized")
+        with Image.open(BytesIO(resized)) as inverted:
+            ImageOps.invert(inverted).save(buffer := BytesIO(), "PNG")
+        return buffer.getvalue()

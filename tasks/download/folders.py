@@ -77,6 +77,8 @@ class _QuietHandler(SimpleHTTPRequestHandler):
 
 
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
+#: References of a row at most: the k-th one of row r is at place r * MOST_REFERENCES + k.
+MOST_REFERENCES = 1000
 #: Behind a split's name in that of a file: its number among `of` files, or any number. Without
 #: separators, `v1` would read `v12.parquet`, and a name of 30 digits take minutes.
 NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]\d+)*)(?i:\.parquet)"
@@ -89,19 +91,52 @@ class Dataset(lists.Source):
         self.settings = settings
 
     def check(self) -> None:
-        lists.require_columns(self.settings, "parquet", self._files()[0].name)
+        lists.require_columns(self.settings, "parquet", self.files()[0].name)
 
     def pieces(self) -> Iterator[lists.Piece]:
-        for file in self._files():
+        for file in self.files():
             yield lists.piece_of(self.settings, [file], partial(self._rows, file.name))
 
     def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
+        return self._images(places, "image_column")
+
+    def masks(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
+        return self._images(places, "mask_column")
+
+    def controls(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
+        return self._images(places, "control_column")
+
+    def references(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
+        columns = self.settings.reference_columns
+        for file, numbers in _ascending(places):
+            rows = {
+                row: [*of_row] for row, of_row in groupby(numbers, lambda n: n // MOST_REFERENCES)
+            }
+            for row, values in parquet_rows(file, columns, min(rows), max(rows) + 1):
+                pictures = [*self._references_in(values)] if row in rows else []
+                for number in rows.get(row, ()):
+                    place = number % MOST_REFERENCES
+                    yield pictures[place] if place < len(pictures) else None
+
+    def _references_in(self, values: Mapping[str, Any]) -> Iterator[bytes]:
+        """The references of a row's columns, which may have lists of pictures."""
+        for number, column in enumerate(self.settings.reference_columns):
+            setting = f"reference_columns.{number}"
+            several = values[column] if isinstance(values[column], list) else [values[column]]
+            for value in several:
+                picture = _encoded_image({column: value}, column, setting)
+                if picture is not None:
+                    yield picture
+
+    def _images(
+        self, places: Iterable[lists.PictureLocation], setting: str
+    ) -> Iterator[bytes | None]:
+        column = getattr(self.settings, setting)
         for file, wanted in _ascending(places):
-            image = self.settings.image_column
             selected = set(wanted)
-            for number, values in parquet_rows(file, [image], wanted[0], wanted[-1] + 1):
+            for number, values in parquet_rows(file, [column], wanted[0], wanted[-1] + 1):
                 if number in selected:
-                    yield self._picture(values[image])
+                    yield _encoded_image(values, column, setting)
 
     def _rows(self, file: str) -> Iterator[pa.Table]:
         s = self.settings
@@ -112,13 +147,36 @@ class Dataset(lists.Source):
         def rows() -> Iterator[dict[str, Any]]:
             for number, values in parquet_rows(file, list(lists.named_columns(s).values())):
                 if kept is None or kept[number]:
-                    picture = self._picture(values[s.image_column])
                     place = lists.PictureLocation(file, number)
-                    yield lists.embedded_row(picture, place, s, values)
+                    picture = _encoded_image(values, s.image_column, "image_column")
+                    beside = {
+                        name: (image, place)
+                        for name, image in self._beside(values).items()
+                        if image is not None
+                    }
+                    first = number * MOST_REFERENCES
+                    references = [
+                        (reference, lists.PictureLocation(file, first + n))
+                        for n, reference in enumerate(self._references_in(values))
+                    ]
+                    yield lists.embedded_row(
+                        picture, place, s, values, beside=beside, references=references
+                    )
 
         return lists.hash_rows(rows())
 
-    def _files(self) -> list[source_files.ListedFile]:
+    def _beside(self, values: Mapping[str, Any]) -> dict[str, bytes | None]:
+        """`mask` and `control` of a row, those that have a column."""
+        s = self.settings
+        columns = {"mask": s.mask_column, "control": s.control_column}
+        return {
+            name: _encoded_image(values, column, f"{name}_column")
+            for name, column in columns.items()
+            if getattr(s, name) == "column"
+        }
+
+    def files(self) -> list[source_files.ListedFile]:
+        """Its parquet files, of its split. Raises Refused if there are none."""
         path = self.settings.path
         split = self.settings.split
         if is_hub_id(path):
@@ -140,15 +198,17 @@ class Dataset(lists.Source):
             )
         return chosen
 
-    def _picture(self, image: Any) -> bytes | None:
-        picture = image.get("bytes") if isinstance(image, dict) else image
-        if not isinstance(picture, bytes | None):
-            raise Refused(
-                f"{self.settings.image_column} holds "
-                f"{type(picture).__name__}, not encoded pictures (bytes, or a struct with bytes)",
-                setting="source.image_column",
-            )
-        return picture
+
+def _encoded_image(values: Mapping[str, Any], column: str, setting: str) -> bytes | None:
+    image = values[column]
+    encoded = image.get("bytes") if isinstance(image, dict) else image
+    if not isinstance(encoded, bytes | None):
+        raise Refused(
+            f"{column} holds {type(encoded).__name__}, not encoded pictures (bytes, or a struct "
+            "with bytes)",
+            setting=f"source.{setting}",
+        )
+    return encoded
 
 
 def _ascending(places: Iterable[lists.PictureLocation]) -> Iterator[tuple[str, list[int]]]:
@@ -197,6 +257,8 @@ def parquet_rows(
 PICTURES = tuple(f".{extension}" for extension in EXTENSIONS)
 PIECE = 1000  # files: the average of a piece
 CAPTION = ".txt"
+#: Ends of the stems of pictures beside pictures. OneTrainer's masks end in -masklabel.
+BESIDE = {"mask": (".mask", "-masklabel"), "control": (".control",)}
 #: Extensions of what may be captions of pictures.
 COMPANIONS = (CAPTION, ".caption", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
 #: Names of tables of pictures, as in `datasets`, -> their format. If several are beside each other,
@@ -212,6 +274,29 @@ class FolderFiles(NamedTuple):
 
     tables: dict[str, list[source_files.ListedFile]]  # metadata -> all files of its folder
     captioned: list[source_files.ListedFile]  # the others, whose captions are beside them
+    #: `mask`, `control` -> picture -> that beside it.
+    beside: dict[str, dict[str, source_files.ListedFile]]
+
+    def of(self, picture: str) -> dict[str, source_files.ListedFile]:
+        """`mask`, `control` -> that of a picture, those that there are."""
+        return {name: files[picture] for name, files in self.beside.items() if picture in files}
+
+    references: dict[str, list[source_files.ListedFile]]  # picture -> its references, in order
+
+    def of_pictures(self, names: Iterable[str]) -> list[source_files.ListedFile]:
+        """The masks, control pictures and references of pictures."""
+        files = list[source_files.ListedFile]()
+        for name in names:
+            files += self.of(name).values()
+            files += self.references.get(name, ())
+        return files
+
+    @property
+    def texts(self) -> dict[str, str | None]:
+        """Pictures that no table describes -> the file of their caption; None without one."""
+        names = [file.name for file in self.captioned]
+        listed = set(names)
+        return {p: t if t in listed else None for p, t in _captions(names).items()}
 
     @property
     def unread(self) -> list[str]:
@@ -237,7 +322,7 @@ class Folder(lists.Source):
         self.columns = {"source.path": "file_name", **lists.named_columns(settings)}
 
     def check(self) -> None:
-        files = self._files()
+        files = self.files()
         folder = self.settings.path
         for table in files.tables:
             columns = lists.FORMATS[METADATA[_own_name(table)]].columns(table)
@@ -250,6 +335,17 @@ class Folder(lists.Source):
         if not files.tables and not any(_has(f.name, *PICTURES) for f in files.captioned):
             why = f"{folder} has no pictures ({', '.join(PICTURES)})"
             raise Refused(why, setting="source.path")
+        for setting, beside in files.beside.items():
+            own = getattr(self.settings, f"{setting}_folder")
+            names = f"NAME.{setting}.png" if own is None else "the name of a picture"
+            if not beside:
+                why = f"{own or folder} has no file with {names}"
+                raise Refused(why, setting=f"source.{setting}")
+        if self.settings.references == "files" and not files.references:
+            where = ", ".join(self.settings.reference_folders) or folder
+            is_beside = not self.settings.reference_folders
+            names = "NAME.ref1.png" if is_beside else "the name of a picture"
+            raise Refused(f"{where} has no file with {names}", setting="source.references")
         if unread := files.unread:
             names = ", ".join(map(without_secrets, unread[:NAMED]))
             log.warning(
@@ -260,9 +356,11 @@ class Folder(lists.Source):
             )
 
     def pieces(self) -> Iterator[lists.Piece]:
-        files = self._files()
+        files = self.files()
         for table, beside in files.tables.items():
-            yield lists.piece_of(self.settings, beside, partial(self._listed, table))
+            more = files.of_pictures(file.name for file in beside)
+            read = partial(self._listed, table, files)
+            yield lists.piece_of(self.settings, [*beside, *more], read)
         # A picture and its text have one stem, in any case; a piece has all files of its stems.
         stems = [list(p) for _, p in groupby(files.captioned, lambda file: _folded(file.name))]
         prefixes = [int(digest_bytes(_folded(part[0].name).encode())[:8], 16) for part in stems]
@@ -270,12 +368,15 @@ class Folder(lists.Source):
         for start, end in zip([0, *ends], ends, strict=False):
             part = [file for files_of_stem in stems[start:end] for file in files_of_stem]
             if captions := _captions([file.name for file in part]):
-                yield lists.piece_of(self.settings, part, partial(self._captioned, captions))
+                more = files.of_pictures(captions)
+                read = partial(self._captioned, captions, files)
+                yield lists.piece_of(self.settings, [*part, *more], read)
 
     def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         return (_bytes_at(place.file) for place in places)
 
-    def _files(self) -> FolderFiles:
+    def files(self) -> FolderFiles:
+        """Its files by their part. Raises Refused if it is no folder."""
         with source_files.reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
             if not source_files.is_folder(fs, root):
@@ -283,23 +384,85 @@ class Folder(lists.Source):
         files = sorted(
             source_files.list_files(self.settings.path, ("",)), key=lambda file: _folded(file.name)
         )
-        folder_files = FolderFiles(_tables(file.name for file in files), [])
+        beside = dict[str, dict[str, source_files.ListedFile]]()
+        for name in BESIDE:
+            if getattr(self.settings, name) == "files":
+                files, beside[name] = self._split(files, name)
+        files, references = self._without_references(files)
+        folder_files = FolderFiles(_tables(file.name for file in files), [], beside, references)
         folders = {_folder(table): table for table in folder_files.tables}
         for file in files:
             table = next((folders[above] for above in _above(file.name) if above in folders), None)
             (folder_files.captioned if table is None else folder_files.tables[table]).append(file)
         return folder_files
 
-    def _captioned(self, captions: Mapping[str, str]) -> Iterator[pa.Table]:
+    def _split(
+        self, files: list[source_files.ListedFile], name: str
+    ) -> tuple[list[source_files.ListedFile], dict[str, source_files.ListedFile]]:
+        """The other files, and picture -> its mask or control picture, by `name`.
+
+        Stems below their folders are compared, in any case.
+        """
+        folder = getattr(self.settings, f"{name}_folder")
+        beside = dict[str | None, source_files.ListedFile]()
+        if folder is None:
+            ends = BESIDE[name]
+            beside = {_picture_of(f.name, ends): f for f in files if _has(f.name, *PICTURES)}
+            beside.pop(None, None)
+            stems = {file.name: _folded(file.name) for file in files}
+        else:
+            root, own_root = (url_to_fs(path)[1] for path in (self.settings.path, folder))
+            listed = source_files.list_files(folder, PICTURES)
+            beside = {_folded(source_files.below(file.name, own_root)): file for file in listed}
+            stems = {file.name: _folded(source_files.below(file.name, root)) for file in files}
+        names = {file.name for file in beside.values()}
+        others = [file for file in files if file.name not in names]
+        pictures = [file.name for file in others if _has(file.name, *PICTURES)]
+        return others, {n: beside[stems[n]] for n in pictures if stems[n] in beside}
+
+    def _without_references(
+        self, files: list[source_files.ListedFile]
+    ) -> tuple[list[source_files.ListedFile], dict[str, list[source_files.ListedFile]]]:
+        """The other files, and picture -> its references, by stems in any case."""
+        if self.settings.references != "files":
+            return files, {}
+        references = defaultdict[str, list[source_files.ListedFile]](list)
+        if not self.settings.reference_folders:
+            named = {f.name: _picture_of_reference(f.name) for f in files}
+            numbered = [(*place, f) for f in files if (place := named[f.name]) is not None]
+            for stem, _, file in sorted(numbered, key=lambda item: item[:2]):
+                references[stem].append(file)
+            others = [file for file in files if named[file.name] is None]
+            pictures = [file.name for file in others if _has(file.name, *PICTURES)]
+            return others, {n: own for n in pictures if (own := references.get(_folded(n)))}
+        root = url_to_fs(self.settings.path)[1]
+        pictures = [file.name for file in files if _has(file.name, *PICTURES)]
+        stems = {name: _folded(source_files.below(name, root)) for name in pictures}
+        within = set[str]()
+        for folder in self.settings.reference_folders:
+            folder_root = url_to_fs(folder)[1]
+            listed = source_files.list_files(folder, PICTURES)
+            within |= {file.name for file in listed}
+            beside = _by_stem(listed, folder_root, set(stems.values()))
+            for name in pictures:
+                references[name] += beside.get(stems[name], ())
+        others = [file for file in files if file.name not in within]
+        return others, {n: own for n, own in references.items() if own and n not in within}
+
+    def _captioned(self, captions: Mapping[str, str], files: FolderFiles) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:
             for file, text in captions.items():
                 caption = text_of_file(_bytes_at(text) or b"").strip()
                 place = lists.PictureLocation(file, None)
-                yield lists.embedded_row(_bytes_at(file), place, self.settings, None, caption)
+                beside = _placed(files.of(file))
+                references = _pictures_at(files.references.get(file, ()))
+                yield lists.embedded_row(
+                    _bytes_at(file), place, self.settings, None, caption, beside, references
+                )
 
         return lists.hash_rows(rows())
 
-    def _listed(self, metadata: str) -> Iterator[pa.Table]:
+    def _listed(self, metadata: str, files: FolderFiles) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:
             hidden = 0
             for values in _rows(metadata, [*self.columns.values()]):
@@ -312,7 +475,11 @@ class Folder(lists.Source):
                 file = f"{_folder(metadata)}/{name}"
                 picture = _bytes_at(file) if name else None
                 place = lists.PictureLocation(file, None)
-                yield lists.embedded_row(picture, place, self.settings, values)
+                beside = _placed(files.of(file))
+                references = _pictures_at(files.references.get(file, ()))
+                yield lists.embedded_row(
+                    picture, place, self.settings, values, None, beside, references
+                )
             if hidden:
                 words = "source: %s: %d lines name hidden files, which are no rows"
                 log.warning(words, without_secrets(metadata), hidden)
@@ -347,6 +514,63 @@ def _captions(names: Sequence[str]) -> dict[str, str]:
         other = others[0] if len(others) == 1 else _stem(name) + CAPTION
         captions[name] = texts.get(_stem(name), other)
     return captions
+
+
+def _picture_of(name: str, ends: Sequence[str]) -> str | None:
+    """The folded stem of the picture that a file of such an end is beside; None for other files."""
+    stem = _folded(name)
+    end = next((end for end in ends if stem.endswith(end)), None)
+    return None if end is None else stem.removesuffix(end)
+
+
+def _picture_of_reference(name: str) -> tuple[str, int] | None:
+    """The folded stem of the picture that has a file beside it as reference N; None: none has."""
+    match = re.fullmatch(r"(.+)\.ref([1-9]\d{0,3})", _folded(name), re.DOTALL)
+    return (match[1], int(match[2])) if match and _has(name, *PICTURES) else None
+
+
+def _by_stem(
+    files: Iterable[source_files.ListedFile], root: str, pictures: set[str]
+) -> dict[str, list[source_files.ListedFile]]:
+    """Picture's stem below its folder -> files of that stem, or of that stem and _0, _1, ...
+
+    Args:
+        root: the folder of the files.
+        pictures: stems of all pictures; a file with one of them is of that picture alone.
+    """
+    numbered = []
+    for file in files:
+        stem = _folded(source_files.below(file.name, root))
+        match = re.fullmatch(r"(.+)_(\d{1,4})", stem, re.DOTALL)
+        is_numbered = match is not None and stem not in pictures
+        numbered.append(
+            (match[1], int(match[2]), file) if match and is_numbered else (stem, -1, file)
+        )
+    by_stem = defaultdict[str, list[source_files.ListedFile]](list)
+    for stem, _, file in sorted(numbered, key=lambda item: item[:2]):
+        by_stem[stem].append(file)
+    return by_stem
+
+
+def _picture_at(file: source_files.ListedFile | None) -> tuple[bytes, lists.PictureLocation] | None:
+    picture = None if file is None else _bytes_at(file.name)
+    if file is None or picture is None:
+        return None
+    return picture, lists.PictureLocation(file.name, None)
+
+
+def _pictures_at(
+    files: Iterable[source_files.ListedFile],
+) -> list[tuple[bytes, lists.PictureLocation]]:
+    return [placed for placed in map(_picture_at, files) if placed is not None]
+
+
+def _placed(
+    files: Mapping[str, source_files.ListedFile],
+) -> dict[str, tuple[bytes, lists.PictureLocation]]:
+    """Bytes and place of each file, those that are still there."""
+    placed = {name: _picture_at(file) for name, file in files.items()}
+    return {name: picture for name, picture in placed.items() if picture is not None}
 
 
 def _rows(table: str, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:

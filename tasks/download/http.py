@@ -69,9 +69,14 @@ class FetchFailed(Exception):
         return is_transient(self.reason)
 
 
+#: Before the reason why a row's mask could not be fetched or used.
+OF_MASK = "mask: "
+OF_CONTROL = "control picture: "
+
+
 def is_transient(reason: str) -> bool:
     """Whether a row that failed for `reason` may succeed later."""
-    return TRANSIENT.fullmatch(reason) is not None
+    return TRANSIENT.fullmatch(reason.removeprefix(OF_MASK).removeprefix(OF_CONTROL)) is not None
 
 
 class RefusedAddress(OSError):

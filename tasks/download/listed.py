@@ -64,22 +64,31 @@ def listed(images: Artifact, db: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyRe
 
 
 def _batches(images: Artifact) -> Iterator[pa.RecordBatch]:
-    """The rows of each image shard with a picture, in the order of the tar."""
-    paths = {entry.path.split(".")[-3]: entry for entry in images.files if _is(entry, ".parquet")}
-    tars = [entry for entry in images.files if _is(entry, ".tar")]
-    tables = [paths[entry.path.split(".")[-3]] for entry in tars]
-    read = partial(_table, images)
-    for tar, table in zip(tars, ask_at_once(images.store.fs, read, tables), strict=True):
+    """The rows of each image shard with a picture, as SCHEMA."""
+    for tar, table in tables_of(images):
         rows = len(table)
         ids = [bytes.fromhex(sha256) for sha256 in table["sha256"].to_pylist()]
         columns = {name: table[name] for name in table.column_names}
         columns |= {
-            "tar": pa.array([tar.sha256] * rows, pa.string()),
+            "tar": pa.array([tar] * rows, pa.string()),
             "row": pa.array(range(rows), pa.int32()),
             "id": pa.array(ids, pa.binary(32)),
             ADDITIONAL: columns.get(ADDITIONAL, pa.nulls(rows, pa.string())),
         }
         yield from pa.table([columns[name] for name in SCHEMA.names], SCHEMA).to_batches()
+
+
+def tables_of(images: Artifact) -> Iterator[tuple[str, pa.Table]]:
+    """Sha256 of each tar, and the rows of its pictures, in its order.
+
+    Raises:
+        Damaged: as `listed`.
+    """
+    paths = {entry.path.split(".")[-3]: entry for entry in images.files if _is(entry, ".parquet")}
+    tars = [entry for entry in images.files if _is(entry, ".tar")]
+    tables = [paths[entry.path.split(".")[-3]] for entry in tars]
+    read = ask_at_once(images.store.fs, partial(_table, images), tables)
+    yield from zip((tar.sha256 for tar in tars), read, strict=True)
 
 
 def failures(images: Artifact, url: str) -> Iterator[dict[str, Any]]:

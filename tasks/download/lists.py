@@ -32,10 +32,12 @@ from artifacts.records import digest_bytes, digest_json
 from configs.errors import Refused, naming
 from configs.secrets import one_line, without_secrets
 from configs.settings.base_section import Section
-from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
+from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource, references_of
 from tasks import sql_condition
 from tasks.download.rows import (
+    ALPHA,
     COLUMNS,
+    COMPANIONS,
     HASHED,
     additional_of,
     canonical_additional,
@@ -202,6 +204,8 @@ SETTINGS = {
     "captions": "caption_column",
     "sha256": "sha256_column",
     "aesthetic_score": "aesthetic_column",
+    "mask": "mask_column",
+    "control": "control_column",
 }
 NUMBERS = {f"{u}{n}INT" for u in ("", "U") for n in ("TINY", "SMALL", "BIG", "HUGE")} | {
     *("INTEGER", "UINTEGER", "FLOAT", "DOUBLE", "BOOLEAN")
@@ -248,8 +252,7 @@ def read_malformed_list(file: str, source: UrlSource) -> Iterator[pa.Table]:
     format = FORMATS[source.format]
     assert format.tolerant is not None
     table = "lines"
-    of_condition = [] if source.where is None else columns_of(source.where, WHERE)
-    texts = dict.fromkeys([*named_columns(source).values(), *of_condition])
+    texts = dict.fromkeys([*named_columns(source).values(), *_condition_columns(source, file)])
     if format.is_json:  # DuckDB reads the values, too: Python writes 1e30 and true in other ways
         valid = "if(json_type(try_cast(json as json)) = 'OBJECT', json, '{}')"
         table = f"(select {valid} as json from lines)"
@@ -430,6 +433,11 @@ def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file
     format = FORMATS[source.format]
     additional = source.additional_columns
     columns = {name: getattr(source, setting) for name, setting in SETTINGS.items()}
+    for companion in COMPANIONS:
+        if getattr(source, companion) != "column":
+            columns[companion] = None
+    places = {f"reference {n}": column for n, column in enumerate(source.reference_columns)}
+    columns |= places
     named = {name: column for name, column in columns.items() if column is not None}
     if format.is_json:
         values = _json_values(named, additional)
@@ -454,15 +462,32 @@ def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file
     captions = f"list_transform({texts}, lambda c: {caption})"
     struct = ", ".join(f"{literal(name)}: {value}" for name, value in values.additional.items())
     more = f"to_json({{{struct}}})::varchar" if values.additional else "null::varchar"
+    mask = literal(ALPHA) if source.mask == ALPHA else _text(listed["mask"], "mask" in binary)
+    lists = [
+        f"list_transform({listed[name]}, lambda r: {_text('r', name in binary)})" for name in places
+    ]
+    urls = f"list_filter(flatten([{', '.join(lists)}]), lambda r: r <> '')" if lists else "null"
+    place = "{url: r, file: null::varchar, row: null::bigint}"
+    references = "null"
+    if lists:
+        references = (
+            f'if(len("references") > 0, list_transform("references", lambda r: {place}), null)'
+        )
+    control = _text(listed["control"], "control" in binary)
     return f"""
         select url, if(coalesce(len(captions), 0) = 0, [''], captions) as captions,
             nullif(sha256, '') as sha256,
             if(isfinite(score), score, null) as aesthetic_score,
-            null::varchar as file, null::bigint as row, additional
+            null::varchar as file, null::bigint as row, additional,
+            if(mask = '', null, {{url: mask, file: null::varchar, row: null::bigint}}) as mask,
+            if(control = '', null, {{url: control, file: null::varchar, row: null::bigint}})
+                as control,
+            {references} as "references"
         from (
             select {_text(listed["url"], "url" in binary)} as url, {captions} as captions,
                 lower({_digest(listed["sha256"], "sha256" in binary)}) as sha256,
-                try_cast({listed["aesthetic_score"]} as double) as score, {more} as additional
+                try_cast({listed["aesthetic_score"]} as double) as score, {more} as additional,
+                {mask} as mask, {control} as control, {urls} as "references"
             from {table}
         )
     """
@@ -485,8 +510,21 @@ def chosen(
     """
     if source.where is None:
         return table
-    columns = columns_of(source.where, WHERE)
+    table = _comparable(db, source, table, file, format)
+    return f"(from {table} where coalesce(try((\n{source.where}\n)), false))"
+
+
+def _comparable(
+    db: duckdb.DuckDBPyConnection,
+    source: UrlSource | DatasetSource,
+    table: str,
+    file: str,
+    format: str,
+) -> str:
+    """SQL of a table with the columns that `source.where` reads. Raises Refused as `chosen`."""
+    assert source.where is not None
     is_text = format != "parquet"
+    columns = _condition_columns(source, file) if is_text else []
     if FORMATS[format].is_json:
         texts = (f"{_json_text(name)} as {quoted(name)}" for name in columns)
         table = f"(select {', '.join(['json', *texts])} from {table})"
@@ -494,10 +532,32 @@ def chosen(
     remedy = f"columns of {format} are text, try_cast(x as double) is a number" if is_text else None
     with naming(WHERE, remedy):
         check_expression(source.where, types, WHERE, without_secrets(file))
-    if is_text and columns:
+    if columns:
         texts = (f"coalesce({quoted(name)}, '') as {quoted(name)}" for name in columns)
         table = f"(select * replace ({', '.join(texts)}) from {table})"
-    return f"(from {table} where coalesce(try((\n{source.where}\n)), false))"
+    return table
+
+
+def require_value(file: str, source: UrlSource | DatasetSource) -> None:
+    """Raise Refused, with the first error, if `source.where` has one on a row of a list."""
+    assert source.where is not None
+    format = source.format if isinstance(source, UrlSource) else "parquet"
+    with reading(file), connection(file) as (db, path):
+        table = _comparable(db, source, FORMATS[format].table(file, path), file, format)
+        sql_condition.require_value(db, source.where, WHERE, table)
+
+
+def _condition_columns(source: UrlSource | DatasetSource, file: str) -> list[str]:
+    """The columns that `source.where` reads, as a list spells them; the condition ignores case."""
+    if source.where is None:
+        return []
+    format = source.format if isinstance(source, UrlSource) else "parquet"
+    columns: list[str] = []
+    with suppress(Refused):  # of a list whose first line is malformed
+        columns = FORMATS[format].columns(file)
+    spelt = {name.lower(): name for name in columns} | {name: name for name in columns}
+    named = columns_of(source.where, WHERE)
+    return [spelt.get(name, spelt.get(name.lower(), name)) for name in named]
 
 
 def kept_rows(file: str, source: DatasetSource) -> NDArray[np.bool_] | None:
@@ -531,6 +591,12 @@ def count_rows(file: str, format: str) -> int:
 def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values:
     """SQL of values in the column `json` of objects; a caption alone becomes a list."""
     values = {name: _json_text(column) for name, column in named.items()}
+    for name in (name for name in named if name.startswith("reference ")):
+        path = _path(named[name])
+        many = f"json_extract_string(json, {literal(f'{path}[*]')})"
+        kind = f"json_type(json, {literal(path)})"
+        alone = f"if({kind} = 'OBJECT', null, {values[name]})"
+        values[name] = f"coalesce(if({kind} = 'ARRAY', {many}, [{alone}]), [])"
     if "captions" in named:
         path = _path(named["captions"])
         kind = f"json_type(json, {literal(path)})"
@@ -564,6 +630,9 @@ def _typed_values(
         if types[named["captions"]] in ("FLOAT", "DOUBLE"):
             caption = f"if(isnan({caption}), null, {caption})"
         values["captions"] = f"[{caption}]"
+    for name in (name for name in named if name.startswith("reference ")):
+        is_list = types[named[name]].endswith("]")
+        values[name] = f"coalesce({values[name]}, [])" if is_list else f"[{values[name]}]"
     if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
         values["aesthetic_score"] += "::varchar"
     kept = {name: quoted(name) for name in additional}
@@ -608,25 +677,31 @@ def _packed(*suffixes: str) -> tuple[str, ...]:
 def require_columns(settings: UrlSource | DatasetSource, format: str, file: str) -> None:
     """Raise Refused unless a list has the configured columns, and text in those of text.
 
-    Captions may be lists of text.
+    Captions and references may be lists of text.
     """
     named = named_columns(settings)
     columns = FORMATS[format].columns(file)
     sql_condition.require_columns(named, columns, file)
     if settings.where is not None:
-        for name in columns_of(settings.where, WHERE):
+        for name in _condition_columns(settings, file):
             sql_condition.require_columns({WHERE: name}, columns, file)
         with reading(file), connection(file) as (db, path):
             chosen(db, settings, FORMATS[format].table(file, path), file, format)
     if format != "parquet":
         return
-    schema = _parquet_schema(file)
-    for setting in ("source.url_column", "source.caption_column"):
+    schema = parquet_schema(file)
+    texts = ["source.url_column", "source.caption_column"]
+    lists = {"source.caption_column"}
+    if isinstance(settings, UrlSource):
+        texts += [f"source.{companion}_column" for companion in COMPANIONS]
+        lists |= {setting for setting in named if setting.startswith("source.reference_columns")}
+        texts += lists - {"source.caption_column"}
+    for setting in texts:
         if setting not in named:
             continue
         kind = schema.field(named[setting]).type
-        is_caption = setting == "source.caption_column"
-        if pa.types.is_nested(getattr(kind, "value_type", kind) if is_caption else kind):
+        has_list = setting in lists
+        if pa.types.is_nested(getattr(kind, "value_type", kind) if has_list else kind):
             raise Refused(
                 f"{file}: column {named[setting]!r} holds {kind!s:.100}, not text: write the "
                 "text to a column of its own",
@@ -634,7 +709,8 @@ def require_columns(settings: UrlSource | DatasetSource, format: str, file: str)
             )
 
 
-def _parquet_schema(file: str) -> pa.Schema:
+def parquet_schema(file: str) -> pa.Schema:
+    """The columns of a parquet file, from its footer. Raises Refused."""
     import pyarrow.parquet as pq
 
     with reading(file), open_file(file) as stream:
@@ -701,7 +777,7 @@ def _text_table(file: str, path: str) -> str:
 FORMATS = {
     "parquet": ListFormat(
         (".parquet",),
-        lambda file: list(_parquet_schema(file).names),
+        lambda file: list(parquet_schema(file).names),
         lambda _, path: f"read_parquet({literal(path)}, {OWN_COLUMNS})",
     ),
     "csv": _csv(",", ".csv"),
@@ -726,6 +802,10 @@ def _no_rows() -> Iterator[pa.Table]:
     return iter(())
 
 
+def _nothing() -> None:
+    pass
+
+
 class Piece(NamedTuple):
     """Consecutive rows of a source, such as a file: read again only if it changed."""
 
@@ -734,6 +814,8 @@ class Piece(NamedTuple):
     read_malformed: Reader = _no_rows  # of all rows, after a MalformedList
     #: The number of its rows before `source.where` has dropped some; None without a condition.
     listed_rows: Callable[[], int] | None = None
+    #: Raises Refused, with the first error, if `source.where` has one on a row.
+    require_value: Callable[[], None] = _nothing
 
 
 class PictureLocation(NamedTuple):
@@ -759,6 +841,18 @@ class Source(Protocol):
         """
         return iter(())
 
+    def masks(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+        """The masks embedded at `places`, as `pictures`."""
+        return self.pictures(places)
+
+    def controls(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+        """The control pictures embedded at `places`, as `pictures`."""
+        return self.pictures(places)
+
+    def references(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+        """The references embedded at `places`, as `pictures`."""
+        return self.pictures(places)
+
     def open(self) -> AbstractContextManager[ServedAt]:
         """Make the rows' URLs reachable, by a local server if they need it. Raises Refused."""
         return nullcontext(ServedAt())
@@ -769,8 +863,12 @@ def named_columns(
 ) -> dict[str, str]:
     """{setting: column} of the columns that are configured."""
     named = {f"source.{name}": value for name, value in settings if name.endswith("_column")}
-    more = enumerate(settings.additional_columns)
-    named |= {f"source.additional_columns.{n}": column for n, column in more}
+    for companion in COMPANIONS:
+        if getattr(settings, companion) != "column":
+            named.pop(f"source.{companion}_column", None)
+    for several in ("additional_columns", "reference_columns"):
+        more = enumerate(getattr(settings, several, ()))
+        named |= {f"source.{several}.{n}": column for n, column in more}
     return {setting: column for setting, column in named.items() if column is not None}
 
 
@@ -779,11 +877,24 @@ def piece_of(
 ) -> Piece:
     """The piece of some files, identified by the settings and the files' names and stamps."""
     meaning = settings.model_dump(mode="json", exclude={"path", "port"})
+    # Plans of before these settings keep their keys.
     if meaning.get("where") is None:
-        meaning.pop("where", None)  # plans of before the setting keep their keys
+        meaning.pop("where", None)
+    for companion in COMPANIONS:
+        if meaning.get(companion) is None:
+            meaning = {n: value for n, value in meaning.items() if not n.startswith(companion)}
+    if not references_of(settings):
+        meaning = {n: value for n, value in meaning.items() if not n.startswith("reference")}
     identity = digest_json([meaning, *(file.stamp for file in files)])
-    count = partial(count_rows, files[0].name, meaning.get("format", "parquet"))
-    return Piece(identity, read, read_malformed, count if "where" in meaning else None)
+    if not isinstance(settings, UrlSource | DatasetSource) or settings.where is None:
+        return Piece(identity, read, read_malformed)
+    file = files[0].name
+    count = partial(count_rows, file, meaning.get("format", "parquet"))
+    return Piece(identity, read, read_malformed, count, partial(require_value, file, settings))
+
+
+#: No pictures beside a picture.
+NOTHING: Mapping[str, tuple[bytes, PictureLocation]] = {}
 
 
 def embedded_row(
@@ -792,12 +903,16 @@ def embedded_row(
     settings: FolderSource | DatasetSource | TarsSource,
     values: Mapping[str, Any] | None,
     caption: str | None = None,
+    beside: Mapping[str, tuple[bytes, PictureLocation]] = NOTHING,
+    references: Iterable[tuple[bytes, PictureLocation]] = (),
 ) -> dict[str, Any]:
     """The row of COLUMNS of a picture in the source, identified by its content.
 
     Args:
         values: those of the row's columns; None: no table describes the picture.
         caption: the caption, if it is not among the values.
+        beside: name in COMPANIONS -> that picture in the source, and its place.
+        references: its references in the source, and their places.
     """
     columns = settings.additional_columns
     named = values or {}
@@ -810,5 +925,13 @@ def embedded_row(
     }
     if picture is None:
         return row
+    if settings.mask == ALPHA:
+        row["mask"] = {"url": ALPHA}
+    row |= {name: _embedded(*placed) for name, placed in beside.items()}
+    row["references"] = [_embedded(*reference) for reference in references] or None
     sha256 = digest_bytes(picture)
     return {**row, "url": f"sha256:{sha256}", "sha256": sha256, **place._asdict()}
+
+
+def _embedded(picture: bytes, place: PictureLocation) -> dict[str, Any]:
+    return {"url": f"sha256:{digest_bytes(picture)}", **place._asdict()}

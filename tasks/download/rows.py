@@ -29,8 +29,14 @@ class Outage(Away):
     """
 
 
+_PLACE = pa.struct({"url": pa.string(), "file": pa.string(), "row": pa.int64()})
+#: Columns of pictures beside a picture.
+COMPANIONS = ("mask", "control")
 #: Columns of rows. A picture embedded in the source has a `file` and a `row`, as PictureLocation.
-#: `additional` is a canonical JSON object of further columns, or null if none is kept.
+#: `additional` is a canonical JSON object of further columns, or null if none is kept. `mask` and
+#: `control` have the URL and the place of the picture's mask and control picture, or null.
+#: `references` has those of its references, or null if there are none; they are no part of a row's
+#: hash.
 COLUMNS = pa.schema(
     [
         ("url", pa.string()),
@@ -40,8 +46,13 @@ COLUMNS = pa.schema(
         ("file", pa.string()),
         ("row", pa.int64()),
         ("additional", pa.string()),
+        ("mask", _PLACE),
+        ("control", _PLACE),
+        ("references", pa.list_(_PLACE)),
     ]
 )
+#: URL of a mask that is the alpha channel of its picture.
+ALPHA = "alpha"
 HASHED = COLUMNS.append(pa.field("hash", pa.binary()))  # of row_hash
 HASH_SIZE = 32  # bytes
 
@@ -58,6 +69,8 @@ class Row:
     hash: str = field(default="", compare=False)  # of row_hash, hex
     additional: Mapping[str, Any] = field(default_factory=dict)  # JSON values of further columns
     place: str = field(default="", compare=False)  # of an embedded picture in the source
+    mask: Row | None = None  # its `url` is ALPHA, or it is fetched as a picture is
+    control: Row | None = None  # fetched as a picture is
 
 
 def row_hash(base_url: str | None) -> str:
@@ -67,11 +80,14 @@ def row_hash(base_url: str | None) -> str:
     again leads to the same picture. Each text has its length in bytes in front, so that no two
     rows are one text.
     """
-    url = "url"
-    if base_url is not None:
+
+    def of_url(url: str) -> str:
+        if base_url is None:
+            return url
         base = literal(f"{base_url.rstrip('/')}/")
-        url = f"if(regexp_matches(url, '^[A-Za-z][A-Za-z0-9+.-]*:'), url, {base} || url)"
-    picture = f"coalesce(sha256, {url})"
+        return f"if(regexp_matches({url}, '^[A-Za-z][A-Za-z0-9+.-]*:'), {url}, {base} || {url})"
+
+    picture = f"coalesce(sha256, {of_url('url')})"
     captions = f"list_transform(captions, lambda c: concat({_measured('c')}))"
     parts = (
         "if(sha256 is null, 'url ', 'sha256 ')",
@@ -80,6 +96,8 @@ def row_hash(base_url: str | None) -> str:
         f"array_to_string({captions}, ' ')",
         "if(aesthetic_score is null, '', printf(' score %.17g', aesthetic_score))",
         f"if(additional is null, '', concat(' additional ', {_measured('additional')}))",
+        f"if(mask is null, '', concat(' mask ', {_measured(of_url('mask.url'))}))",
+        f"if(control is null, '', concat(' control ', {_measured(of_url('control.url'))}))",
     )
     return f"unhex(sha256(concat({', '.join(parts)})))"  # `||` copies the text once for each part
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from artifacts.image_shards import ADDITIONAL, Sample, read_rows, read_tar, write_rows, write_tar
 from artifacts.records import canonical_json, digest_bytes, digest_json, read_checked
@@ -27,11 +27,17 @@ from configs.settings.data import Download
 from tasks.download.data_quality import most_common, shard_statistics
 from tasks.download.decode import PictureResizer
 from tasks.download.fetch_with_retries import Fetcher, run
-from tasks.download.http import FetchFailed, Room, is_transient
+from tasks.download.http import OF_CONTROL, OF_MASK, FetchFailed, Room, is_transient
 from tasks.download.lists import PictureLocation, ServedAt
 from tasks.download.politeness import is_opted_out, is_outage
-from tasks.download.rows import Row, read_additional
-from tasks.download.shard_plan import ShardSpec, distrust_file, read_spans, rows_digest
+from tasks.download.rows import ALPHA, Row, read_additional
+from tasks.download.shard_plan import (
+    ShardSpec,
+    distrust_file,
+    name_of_rows,
+    read_spans,
+    rows_digest,
+)
 from tasks.download.sources import SOURCES
 
 
@@ -67,12 +73,23 @@ class ResizedPictures:
                 rest = rest[self._file.write(rest) :]
             self._places[row] = place
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._places
+
     def read(self, row: int) -> bytes:
         """The picture of a row. Raises KeyError if it has none."""
         offset, size = self._places[row]
         with self._lock:
             self._file.seek(offset)
             return self._file.read(size)
+
+
+class Kept(NamedTuple):
+    """The resized pictures of a shard, with the masks and the control pictures beside them."""
+
+    pictures: ResizedPictures
+    masks: ResizedPictures
+    controls: ResizedPictures
 
 
 class RowDownloader:
@@ -84,11 +101,19 @@ class RowDownloader:
         self.shared = self.fetcher.shared
         self.opt_outs = {value.strip().lower() for value in settings.opt_out_headers}
 
-    async def download(self, row: Row, keep: Callable[[bytes], None]) -> dict[str, Any]:
-        """Fetch and resize a row's picture.
+    async def download(
+        self,
+        row: Row,
+        keep: Callable[[bytes], None],
+        keep_mask: Callable[[bytes], None],
+        keep_control: Callable[[bytes], None],
+    ) -> dict[str, Any]:
+        """Fetch and resize a row's picture, then its mask and its control picture.
 
         Args:
             keep: receives the resized picture, in a thread of the decoders.
+            keep_mask: receives its resized mask, if it has one, in the same way.
+            keep_control: receives its resized control picture, in the same way.
 
         Returns the row's outcome:
             `status` (img2dataset's success, failed_to_download or failed_to_resize), then
@@ -97,6 +122,32 @@ class RowDownloader:
 
         Raises what `keep` raises.
         """
+        resize = partial(self._resize, keep=keep, keep_alpha=None)
+        if row.mask is not None and row.mask.url == ALPHA:
+            resize = partial(self._resize, keep=keep, keep_alpha=keep_mask)
+        facts = await self._fetch(row, resize)
+        if facts["status"] != "success":
+            return facts
+        size = facts["original_width"], facts["original_height"]
+        has_mask = row.mask is not None and row.mask.url != ALPHA
+        # The picture is kept first: rows that wait for memory with bodies of theirs wait in a ring.
+        for beside, resize_beside, keep_beside, of in (
+            (row.mask if has_mask else None, self.resizer.resize_mask, keep_mask, OF_MASK),
+            (row.control, self.resizer.resize_control, keep_control, OF_CONTROL),
+        ):
+            if beside is None:
+                continue
+            keeping = partial(_resize_beside, resize=resize_beside, size=size, keep=keep_beside)
+            fetched = await self._fetch(beside, keeping)
+            if fetched["status"] != "success":
+                return {**fetched, "error_message": of + fetched["error_message"]}
+            facts["bytes"] += fetched["bytes"]
+        return facts
+
+    async def _fetch(
+        self, row: Row, resize: Callable[[bytes], dict[str, Any] | str]
+    ) -> dict[str, Any]:
+        """The outcome of a picture or mask: what `resize` returns of its body, or its failure."""
         attempts = 0
         try:
             with Room(self.shared.bodies) as room:
@@ -104,21 +155,37 @@ class RowDownloader:
                 if is_opted_out(headers, self.fetcher.token, self.opt_outs):
                     raise FetchFailed("opted out")
                 loop = asyncio.get_running_loop()
-                facts = await loop.run_in_executor(self.shared.decoders, self._resize, body, keep)
+                facts = await loop.run_in_executor(self.shared.decoders, resize, body)
         except FetchFailed as failure:
             return _failed("failed_to_download", failure.reason, attempts or failure.attempts)
         if isinstance(facts, str):
             return _failed("failed_to_resize", facts, attempts)
-        return facts
+        return {"status": "success", **facts, "bytes": len(body)}
 
-    def _resize(self, body: bytes, keep: Callable[[bytes], None]) -> dict[str, Any] | str:
-        """Keep the resized picture. Returns its sizes and sha256, or a failure reason."""
+    def _resize(
+        self, body: bytes, keep: Callable[[bytes], None], keep_alpha: Callable[[bytes], None] | None
+    ) -> dict[str, Any] | str:
+        """Keep the resized picture, and its alpha. Returns sizes and sha256, or why it failed."""
         resized = self.resizer.resize(body)
         if isinstance(resized, str):
             return resized
         sizes = asdict(resized)
         keep(sizes.pop("picture"))
-        return {"status": "success", **sizes, "sha256": digest_bytes(body), "bytes": len(body)}
+        if keep_alpha is not None:
+            size = resized.original_width, resized.original_height
+            if (alpha := self.resizer.resize_alpha(body, *size)) is not None:
+                keep_alpha(alpha)
+        return {**sizes, "sha256": digest_bytes(body)}
+
+
+def _resize_beside(
+    body: bytes,
+    resize: Callable[[bytes, int, int], bytes],
+    size: tuple[int, int],
+    keep: Callable[[bytes], None],
+) -> dict[str, Any]:
+    keep(resize(body, *size))
+    return {}
 
 
 def _failed(status: str, reason: str, attempts: int) -> dict[str, Any]:
@@ -193,10 +260,15 @@ def _download(
     spec: ShardSpec, context: DownloadContext, present: Shard | None, scratch: Path
 ) -> Shard | Deferred:
     store = Store(context.store)
-    with ResizedPictures(scratch / "pictures") as pictures:
-        earlier = [] if present is None else _outcomes(store, present, pictures)
+    with (
+        ResizedPictures(scratch / "pictures") as pictures,
+        ResizedPictures(scratch / "masks") as masks,
+        ResizedPictures(scratch / "controls") as controls,
+    ):
+        kept_pictures = Kept(pictures, masks, controls)
+        earlier = [] if present is None else _outcomes(store, present, kept_pictures)
         rows = planned_rows(spec, context, scratch)
-        outcomes, costs = _download_rows(rows, earlier, context, pictures)
+        outcomes, costs = _download_rows(rows, earlier, context, kept_pictures)
         failures = [outcome.get("error_message") for outcome in outcomes]
         reasons = Counter(failures)
         if is_outage([row.url for row in rows], failures, context.settings.max_transient):
@@ -206,7 +278,7 @@ def _download(
             _described(spec.key, number, row, outcome, additional=kept)
             for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
         ]
-        samples = _samples(described, rows, pictures, context.settings.encode_format)
+        samples = _samples(described, rows, kept_pictures, context.settings.encode_format)
         count = write_tar(scratch / "shard.tar", samples)
     write_rows(scratch / "shard.parquet", described, additional=kept)
     counts = {reason or "success": n for reason, n in reasons.items()}
@@ -242,46 +314,70 @@ def _described(
 def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> list[Row]:
     """The planned rows of a shard; their embedded pictures are copied to `scratch`."""
     planned = read_spans(spec.spans, context.plan_key).to_pylist()
-    if shard_key(context.settings)(rows_digest(row["hash"] for row in planned)) != spec.key:
+    rows = name_of_rows(rows_digest(row["hash"] for row in planned), spec.repeat)
+    if shard_key(context.settings)(rows) != spec.key:
         for file in {span.file for span in spec.spans}:
             distrust_file(file)
         raise Refused(f"source: its shard plan {spec.spans[0].file} is damaged: run again")
-    places = (PictureLocation(r["file"], r["row"]) for r in planned if r["file"] is not None)
-    pictures = SOURCES[context.source.kind](context.source).pictures(places)
+    source = SOURCES[context.source.kind](context.source)
+    pictures = source.pictures(
+        PictureLocation(row["file"], row["row"]) for row in planned if row["file"] is not None
+    )
+    beside = {
+        "mask": source.masks(_places(planned, "mask")),
+        "control": source.controls(_places(planned, "control")),
+    }
     return [
         Row(
             row["url"],
             tuple(row["captions"]),
             row["sha256"],
             row["aesthetic_score"],
-            row["file"] and _copied(next(pictures, None), row["sha256"], scratch, number),
+            row["file"]
+            and _copied(next(pictures, None), row["sha256"], scratch / f"source-{number}"),
             row["hash"].hex(),
             read_additional(row["additional"]),
-            _place(row["file"], row["row"]),
+            place_of(row["file"], row["row"]),
+            *(
+                row[name] and _row_beside(row[name], beside[name], scratch / f"{name}-{number}")
+                for name in ("mask", "control")
+            ),
         )
         for number, row in enumerate(planned)
     ]
 
 
-def _place(file: str | None, row: int | None) -> str:
+def _places(planned: Sequence[Mapping[str, Any]], name: str) -> Iterator[PictureLocation]:
+    """Where the source has the embedded pictures of a column, of those rows that have one."""
+    for row in planned:
+        place = row[name]
+        if place is not None and place["file"] is not None:
+            yield PictureLocation(place["file"], place["row"])
+
+
+def _row_beside(place: Mapping[str, Any], embedded: Iterator[bytes | None], copy: Path) -> Row:
+    """The row of a mask or control picture; one embedded in the source is copied to `copy`."""
+    if place["file"] is None:
+        return Row(place["url"], ())
+    sha256 = place["url"].removeprefix("sha256:")
+    return Row(place["url"], (), sha256, file=_copied(next(embedded, None), sha256, copy))
+
+
+def place_of(file: str | None, row: int | None) -> str:
     """Where a source has an embedded picture, for people."""
     return (file or "") if row is None else f"{file} at {row}"
 
 
-def _copied(picture: bytes | None, sha256: str, scratch: Path, number: int) -> str:
-    """The copy of an embedded picture, which must be the planned picture."""
+def _copied(picture: bytes | None, sha256: str, file: Path) -> str:
+    """The copy of an embedded picture, or of one beside it, which must be the planned one."""
     if picture is None or digest_bytes(picture) != sha256:
         raise Refused("source: it changed while it was being read: run again")
-    file = scratch / f"source-{number}"
     file.write_bytes(picture)
     return str(file)
 
 
 def _download_rows(
-    rows: Sequence[Row],
-    earlier: list[dict[str, Any]],
-    context: DownloadContext,
-    pictures: ResizedPictures,
+    rows: Sequence[Row], earlier: list[dict[str, Any]], context: DownloadContext, kept: Kept
 ) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
     """The outcome of every row: the earlier outcome, or a new one after a transient failure.
 
@@ -307,8 +403,9 @@ def _download_rows(
             if failed:
                 return {}, (0.0, 0)
             begun = time.monotonic()
+            keeping = (partial(pictures.add, number) for pictures in kept)
             try:
-                facts = await downloader.download(rows[number], partial(pictures.add, number))
+                facts = await downloader.download(rows[number], *keeping)
             except Exception as error:
                 failed.append(error)
                 return {}, (0.0, 0)
@@ -318,7 +415,9 @@ def _download_rows(
 
     async def outcomes() -> list[tuple[dict[str, Any], tuple[float, int]]]:
         async with downloader.fetcher:
-            downloader.fetcher.expect(fetched.values())
+            beside = (other for row in fetched.values() for other in (row.mask, row.control))
+            listed = (other for other in beside if other is not None and other.url != ALPHA)
+            downloader.fetcher.expect([*fetched.values(), *listed])
             return await asyncio.gather(*map(outcome, range(len(rows))))
 
     downloaded = run(outcomes())
@@ -342,12 +441,15 @@ def may_retry(meta: Mapping[str, Any], settings: Download) -> bool:
     return is_failed and bool(meta["retries"] < settings.retry_failed)
 
 
-def _outcomes(store: Store, shard: Shard, pictures: ResizedPictures) -> list[dict[str, Any]]:
-    """The outcome of each row of a shard, whose pictures are added to `pictures`."""
+def _outcomes(store: Store, shard: Shard, kept: Kept) -> list[dict[str, Any]]:
+    """The outcome of each row of a shard, whose pictures are added to these."""
     files = {entry.path.rpartition(".")[2]: entry for entry in shard.files}
     tar = store.shard_url(STAGE, files["tar"].path)
     for sample in read_tar(tar, files["tar"].sha256):
-        pictures.add(int(sample.key.rpartition("_")[2]), sample.image)
+        number = int(sample.key.rpartition("_")[2])
+        for pictures, data in zip(kept, (sample.image, sample.mask, sample.control), strict=True):
+            if data is not None:
+                pictures.add(number, data)
     parquet = files["parquet"]
     root = store.shards_path(STAGE)
     rows = read_rows(read_checked(store.fs, root, parquet.path, parquet.sha256))
@@ -355,14 +457,13 @@ def _outcomes(store: Store, shard: Shard, pictures: ResizedPictures) -> list[dic
 
 
 def _samples(
-    described: Sequence[dict[str, Any]],
-    rows: Sequence[Row],
-    pictures: ResizedPictures,
-    extension: str,
+    described: Sequence[dict[str, Any]], rows: Sequence[Row], kept: Kept, extension: str
 ) -> Iterator[Sample]:
     for number, (row, meta) in enumerate(zip(rows, described, strict=True)):
         if meta["status"] == "success":
             score = {} if row.aesthetic_score is None else {"aesthetic_score": row.aesthetic_score}
             own = {name: value for name, value in meta.items() if name != ADDITIONAL}
             meta = {**row.additional, **own, **score}
-            yield Sample(own["key"], pictures.read(number), extension, row.captions, meta)
+            picture = kept.pictures.read(number)
+            beside = (some.read(number) if number in some else None for some in kept[1:])
+            yield Sample(own["key"], picture, extension, row.captions, meta, *beside)

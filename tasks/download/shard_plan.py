@@ -5,8 +5,8 @@ within one file of the source, or one part of a folder. Rows behind its last sha
 piece. A piece's key has the file's stamp and the rows that it begins with, so only new files of a
 grown source are read.
 
-A listed URL may have a signature or a password, and stores hold no secrets: the columns `url` and
-`file` of a shard are encrypted (AES-GCM) with a key that stays in the local cache.
+A listed URL may have a signature or a password, and stores hold no secrets: the columns of SECRET
+are encrypted (AES-GCM) with a key that stays in the local cache.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ from configs.errors import Failed, Refused, UserError
 from runtimes.data.loader import Prefetch
 from tasks.build_or_reuse import build_or_reuse
 from tasks.download.lists import MalformedList, Piece, Source
-from tasks.download.rows import HASH_SIZE, HASHED, shard_ends
+from tasks.download.rows import COMPANIONS, HASH_SIZE, HASHED, shard_ends
 from tasks.download.source_files import reading
 
-SECRET = ["url", "file"]
+#: Columns that may have secrets; those that few sources have are absent where all values are null.
+RARE = (*COMPANIONS, "references")
+SECRET = ["url", "file", *RARE]
 #: The column for the encrypted columns, whose Arrow stream is in the first row of a shard.
 SEALED = pa.field("sealed", pa.binary())
+#: The column of a digest of each row's references, null without any. Plans are compared by it and
+#: the hash, which does not see references. Files of rows without references lack it.
+REFERENCES = pa.field("references_digest", pa.binary(HASH_SIZE))
 #: Row groups of a file: a reader of one group parses the description of all.
 GROUPS = 128
 NONCE = 12  # bytes
@@ -65,10 +70,12 @@ class PlanWriter:
         self.files: list[str] = []
         self._writer: Any = None
         self._groups = 0
+        self._has_references = False  # whether a row had some
 
     def seal(self, shard: pa.Table) -> bytes:
         """The encrypted columns of a shard; may be called in another thread than `write`."""
-        table = shard.select(SECRET)
+        absent = [name for name in RARE if shard[name].null_count == len(shard)]
+        table = shard.select([name for name in SECRET if name not in absent])
         sink = pa.BufferOutputStream()
         packed = pa.ipc.IpcWriteOptions(compression="zstd")
         with pa.ipc.new_stream(sink, table.schema, options=packed) as stream:
@@ -85,6 +92,12 @@ class PlanWriter:
         first = pa.array([sealed], SEALED.type)
         rest = pa.nulls(len(shard) - 1, SEALED.type)
         table = shard.drop_columns(SECRET).append_column(SEALED, pa.chunked_array([first, rest]))
+        references = _digests_of_references(shard)
+        if any(references) and not self._has_references:
+            self._has_references = True
+            self._groups = GROUPS  # a file has one schema: another one begins
+        if self._has_references:
+            table = table.append_column(REFERENCES, pa.array(references, REFERENCES.type))
         if self._writer is None or self._groups == GROUPS:
             self.close()
             self._groups = 0
@@ -102,7 +115,11 @@ class PlanWriter:
         self._groups += 1
         digest = hashlib.sha256(_joined(shard["hash"].combine_chunks())).digest()
         name = Path(self.files[-1]).name
-        return {"digest": digest, "rows": len(shard), "file": name, "group": group}
+        entry = {"digest": digest, "rows": len(shard), "file": name, "group": group}
+        if any(references):
+            named = [None if one is None else one.hex() for one in references]
+            entry["references"] = bytes.fromhex(digest_json(named))
+        return entry
 
     def close(self) -> None:
         """Finish the last file."""
@@ -120,16 +137,36 @@ def read_group(file: str, group: int, key: str) -> pa.Table:
     except InvalidTag:
         raise Refused(f"source: {file} has another machine's key: run again") from None
     opened = pa.ipc.open_stream(data).read_all()
+    for name in RARE:
+        if name not in opened.column_names:
+            opened = opened.append_column(name, pa.nulls(len(opened), HASHED.field(name).type))
     for name in SECRET:
         table = table.append_column(name, opened[name])
     return table.select(HASHED.names)
 
 
+def _digests_of_references(shard: pa.Table) -> list[bytes | None]:
+    """A digest of the URLs of each row's references, in order; None of a row without any."""
+    named = shard["references"]
+    if named.null_count == len(named):
+        return [None] * len(named)
+    urls = ([place["url"] for place in places or ()] for places in named.to_pylist())
+    return [bytes.fromhex(digest_json(own)) if own else None for own in urls]
+
+
 def read_hashes(file: str, group: int) -> list[bytes]:
-    """The hash of each row of one row group, which needs no key. Raises Refused."""
+    """The hash of each row of one row group, then the digest of its references, if it has some.
+
+    They need no key. Raises Refused.
+    """
     with _reading(file) as parquet:
-        table = parquet.read_row_group(group, columns=["hash"], use_threads=False)
-    return list(table["hash"].to_pylist())
+        columns = [name for name in ("hash", REFERENCES.name) if name in parquet.schema_arrow.names]
+        table = parquet.read_row_group(group, columns=columns, use_threads=False)
+    hashes = table["hash"].to_pylist()
+    if len(columns) == 1:
+        return list(hashes)
+    references = table[REFERENCES.name].to_pylist()
+    return [row_hash + (own or b"") for row_hash, own in zip(hashes, references, strict=True)]
 
 
 @contextmanager
@@ -191,9 +228,17 @@ RECENT_GROUPS = 64
 #: Tables that are read while one is written.
 READ_AHEAD = 2
 #: Columns of an index: sha256 of the hashes of a shard's rows, and the place of the row group.
+#: `references` is a digest of the rows' references, null without any; it is absent if all are null.
 INDEX_SCHEMA = pa.schema(
-    [("digest", pa.binary(32)), ("rows", pa.int64()), ("file", pa.string()), ("group", pa.int32())]
+    [
+        ("digest", pa.binary(32)),
+        ("rows", pa.int64()),
+        ("file", pa.string()),
+        ("group", pa.int32()),
+        ("references", pa.binary(32)),
+    ]
 )
+DIGESTS = ("digest", "references")
 Begin = Callable[[KeyParts], object]
 log = logging.getLogger("kiln")
 
@@ -209,11 +254,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One shard to download: its key, its row count and its rows, a row group as planned."""
+    """One shard to download: its key, its row count and its rows, a row group as planned.
+
+    Args:
+        references: a digest of its rows' references; None without any.
+        repeat: number of earlier shards with the same rows and other references.
+    """
 
     key: str
     rows: int
     spans: tuple[Span, ...]
+    references: bytes | None = None
+    repeat: int = 0
 
 
 @dataclass(frozen=True)
@@ -239,17 +291,18 @@ def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
         plan: perhaps from another machine: hashes of rows need no key.
         own: the plan of this machine; the source may have changed in between.
 
-    Raises Refused if the source no longer has a row.
+    Raises Refused if the source no longer has a row with its references.
     """
-    planned = {spec.key: spec for spec in own.shards}
-    theirs = {spec.key for spec in plan.shards}
-    lost = [spec for spec in plan.shards if spec.key not in planned]
-    places = _places(spec for spec in own.shards if spec.key not in theirs) if lost else {}
+    planned = {(spec.key, spec.references): spec for spec in own.shards}
+    theirs = {(spec.key, spec.references) for spec in plan.shards}
+    lost = [spec for spec in plan.shards if (spec.key, spec.references) not in planned]
+    others = (spec for spec in own.shards if (spec.key, spec.references) not in theirs)
+    places = _places(others) if lost else {}
     if any(row_hash not in places for row_hash, _ in planned_hashes(lost)):
         places = _places(own.shards)  # it may be a repetition of another shard's row
     shards = []
     for spec in plan.shards:
-        if spec.key not in planned:
+        if (spec.key, spec.references) not in planned:
             try:
                 spans = [places[row_hash] for row_hash, _ in planned_hashes([spec])]
             except KeyError:
@@ -257,7 +310,7 @@ def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
                     "source: it no longer has all rows that this download was sent for: run again"
                 ) from None
             spec = replace(spec, spans=join_spans(spans))
-        shards.append(planned.get(spec.key, spec))
+        shards.append(planned.get((spec.key, spec.references), spec))
     return replace(plan, shards=tuple(shards))
 
 
@@ -270,7 +323,7 @@ def _places(shards: Iterable[ShardSpec]) -> dict[bytes, Span]:
 
 
 def planned_hashes(shards: Iterable[ShardSpec]) -> Iterator[tuple[bytes, Span]]:
-    """The hash of each row of shards, and its place. Raises Refused."""
+    """The hash of each row of shards, as `read_hashes`, and its place. Raises Refused."""
     read = lru_cache(RECENT_GROUPS)(read_hashes)
     for file, group, start, stop in (span for shard in shards for span in shard.spans):
         hashes = read(file, group)[start:stop]
@@ -333,19 +386,35 @@ def plan_shards(
 
 def read_plan(artifact: Artifact, shard_key: Callable[[str], str]) -> DownloadPlan:
     """A plan from the store; the source is not asked. See plan_shards."""
-    index = _table(artifact.read(INDEX))
+    index = _read_index(artifact.read(INDEX))
     folder = artifact.store.url_of(f"{STAGE}/{SHARDS}")
-    shards: dict[str, ShardSpec] = {}
+    shards: list[ShardSpec] = []
+    known: dict[bytes, list[bytes | None]] = {}  # digest of rows -> those of their references
     places = zip(*(index[name].to_pylist() for name in INDEX_SCHEMA.names), strict=True)
-    for digest, rows, file, group in places:
-        key = shard_key(digest.hex())
-        if key in shards:
+    for digest, rows, file, group, references in places:
+        before = known.setdefault(digest, [])
+        if references in before:
             log.warning("download: %d rows repeat an earlier shard and are skipped", rows)
             continue
-        shards[key] = ShardSpec(key, rows, (Span(f"{folder}/{file}", group, 0, rows),))
-    rows = sum(shard.rows for shard in shards.values())
+        repeat = len(before)
+        before.append(references)
+        key = shard_key(name_of_rows(digest.hex(), repeat))
+        spans = (Span(f"{folder}/{file}", group, 0, rows),)
+        shards.append(ShardSpec(key, rows, spans, references, repeat))
+    rows = sum(shard.rows for shard in shards)
     source_digest = hashlib.sha256(b"".join(index["digest"].to_pylist())).hexdigest()
-    return DownloadPlan(source_digest, rows, tuple(shards.values()), artifact)
+    layout = None
+    if any(shard.repeat for shard in shards):  # the rows alone do not tell them from repetitions
+        layout = digest_json([shard.key for shard in shards])
+    return DownloadPlan(source_digest, rows, tuple(shards), artifact, layout)
+
+
+def name_of_rows(digest: str, repeat: int) -> str:
+    """What a shard's key is of: its rows' digest, and its number among shards of equal rows.
+
+    A number instead of the references: with others, the shard stays the same.
+    """
+    return f"{digest} {repeat}" if repeat else digest
 
 
 class _Builder:
@@ -362,6 +431,7 @@ class _Builder:
         """Add all pieces and the index to the draft; returns the summary."""
         rest: dict[str, Any] | None = None  # the rows behind the last shard of a piece
         dropped = 0
+        most_references = 0
         index = [INDEX_SCHEMA.empty_table()]
         read = 0
         for piece in pieces:
@@ -377,20 +447,25 @@ class _Builder:
             files = {entry.path.split(".", 2)[2]: entry for entry in shard.files}
             index.append(self._index(files))
             dropped += shard.meta.get("dropped", 0)
+            most_references = max(most_references, shard.meta.get("most_references", 0))
             rest = shard.meta["rest"]
             if rest is not None:
                 place = {**rest["place"], "file": files[rest["place"]["file"]].path}
                 rest = {"content": rest["content"], "place": place}
         if rest is not None:
-            last = {**rest["place"], "digest": bytes.fromhex(rest["place"]["digest"])}
+            last = {n: bytes.fromhex(v) if n in DIGESTS else v for n, v in rest["place"].items()}
             index.append(pa.Table.from_pylist([last], schema=INDEX_SCHEMA))
         shards = pa.concat_tables(index)
         if not len(shards):
+            for piece in pieces:
+                piece.require_value()
             where = f" that meet source.where ({dropped:,} do not)" if dropped else ""
             raise Refused(f"source: it has no rows{where}")
-        self.draft.write(INDEX, _parquet(shards))
+        self.draft.write(INDEX, _index_file(shards))
         rows = pc.sum(shards["rows"]).as_py()
         counts = {"rows": rows, "shards": len(shards), **({"dropped": dropped} if dropped else {})}
+        if most_references:
+            counts["most_references"] = most_references
         return {**counts, "run": {"pieces": len(pieces), "read": read}}
 
     def _commit(
@@ -415,8 +490,11 @@ class _Builder:
                 url = self.store.shard_url(STAGE, rest["place"]["file"])
                 rows = [read_group(url, rest["place"]["group"], self.key)]
             kept = 0
+            most_references = 0
             for table in ahead:
                 kept += len(table)
+                counts = pc.list_value_length(table["references"])
+                most_references = max(most_references, pc.max(counts).as_py() or 0)
                 *shards, behind = _cut(pa.concat_tables([*rows, table]), self.shard_size)
                 sealed = sealer.map(writer.seal, shards)
                 index += map(writer.write, shards, sealed)
@@ -424,15 +502,18 @@ class _Builder:
             meta: dict[str, Any] = {"rest": None}
             if piece.listed_rows is not None:
                 meta["dropped"] = piece.listed_rows() - kept
+            if most_references:
+                meta["most_references"] = most_references
             if rows and len(rows[0]):
                 place = writer.write(rows[0], writer.seal(rows[0]))
-                place["digest"] = place["digest"].hex()
+                place = {n: v.hex() if n in DIGESTS else v for n, v in place.items()}
                 # A digest of values: the buffers of equal Arrow tables differ behind nulls.
                 values = [{**row, "hash": row["hash"].hex()} for row in rows[0].to_pylist()]
+                values = [{n: v for n, v in row.items() if n not in RARE or v} for row in values]
                 meta["rest"] = {"content": digest_json(values), "place": place}
             writer.close()
             file = Path(scratch, INDEX)
-            file.write_bytes(_parquet(pa.Table.from_pylist(index, schema=INDEX_SCHEMA)))
+            file.write_bytes(_index_file(pa.Table.from_pylist(index, schema=INDEX_SCHEMA)))
             files = {f".{Path(name).name}": name for name in (*writer.files, str(file))}
             return self.store.commit_shard(STAGE, key, files, meta)
 
@@ -440,7 +521,7 @@ class _Builder:
         """The shards of a piece, whose files have other names in the store. Raises Damaged."""
         own = files[INDEX]
         root = self.store.shards_path(STAGE)
-        index = _table(read_checked(self.store.fs, root, own.path, own.sha256))
+        index = _read_index(read_checked(self.store.fs, root, own.path, own.sha256))
         paths = pa.array([files[name].path for name in index["file"].to_pylist()], pa.string())
         return index.set_column(index.schema.get_field_index("file"), "file", paths)
 
@@ -464,12 +545,19 @@ def _joined(hashes: pa.Array) -> memoryview:
     return memoryview(data)[HASH_SIZE * hashes.offset : HASH_SIZE * (hashes.offset + len(hashes))]
 
 
-def _table(data: bytes) -> pa.Table:
+def _read_index(data: bytes) -> pa.Table:
     # pre_buffer leaves the bytes to a thread of Arrow, which can outlive the interpreter.
-    return pq.ParquetFile(BytesIO(data), pre_buffer=False).read(use_threads=False)
+    index = pq.ParquetFile(BytesIO(data), pre_buffer=False).read(use_threads=False)
+    if "references" in index.column_names:
+        return index
+    field = INDEX_SCHEMA.field("references")
+    return index.append_column(field, pa.nulls(len(index), field.type))
 
 
-def _parquet(table: pa.Table) -> bytes:
+def _index_file(index: pa.Table) -> bytes:
+    table = index
+    if index["references"].null_count == len(index):
+        table = index.drop_columns("references")
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     return sink.getvalue().to_pybytes()

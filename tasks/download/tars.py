@@ -269,6 +269,10 @@ class Tars(lists.Source):
         self.settings = settings
         extension = (settings.image_extension or "").lower()
         self.pictures_are = (extension,) if extension else EXTENSIONS
+        self.masks_are = settings.mask_extension.lower() if settings.mask == "files" else ""
+        self.references_are = [name.lower() for name in settings.reference_extensions]
+        has_control = settings.control == "files"
+        self.controls_are = settings.control_extension.lower() if has_control else ""
         self.has_text = settings.caption_column == "txt"
         is_key = settings.caption_column is not None and not self.has_text
         self.needs_json = bool(is_key or settings.aesthetic_column or settings.additional_columns)
@@ -290,6 +294,13 @@ class Tars(lists.Source):
             kinds = ", ".join(kind for kind in extensions if kind in self.pictures_are)
             why = f"{file} has no sample with one picture: set it to one of {kinds}"
             raise Refused(why, setting="source.image_extension")
+        for setting, beside in (("mask", self.masks_are), ("control", self.controls_are)):
+            if beside and beside not in extensions:
+                why = f"{file} has no .{beside} beside the first pictures"
+                raise Refused(why, setting=f"source.{setting}_extension")
+        for number, extension in enumerate(self.references_are):
+            setting = f"source.reference_extensions.{number}"
+            sql_condition.require_columns({setting: extension}, [*extensions], file)
         keys = {key: None for sample in first_samples for key in _json(sample) or ()}
         # `txt` is the caption's file for one setting, and a key of the json for all others.
         texts = ["txt"] * ("txt" in extensions) + [key for key in keys if key != "txt"]
@@ -329,7 +340,8 @@ class Tars(lists.Source):
         return [files[name] for name in sorted(files)]
 
     def _pictures(self, sample: Sample) -> list[File]:
-        return [sample.files[name] for name in self.pictures_are if name in sample.files]
+        names = [name for name in self.pictures_are if name not in self.references_are]
+        return [sample.files[name] for name in names if name in sample.files]
 
     def _rows(self, file: str) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:
@@ -356,16 +368,28 @@ class Tars(lists.Source):
         pictures = self._pictures(sample)
         picture = pictures[0] if len(pictures) == 1 else None
         is_usable = picture is not None and values is not None and text is not None
+        beside = dict[str, tuple[bytes, lists.PictureLocation]]()
+        for name, extension in (("mask", self.masks_are), ("control", self.controls_are)):
+            if extension in files:
+                offset, content = files[extension]
+                is_usable = is_usable and content is not None
+                beside[name] = (content or b"", lists.PictureLocation(file, offset))
+        references = [files[name] for name in self.references_are if name in files]
+        is_usable = is_usable and all(file.content is not None for file in references)
         return lists.embedded_row(
             picture.content if picture is not None and is_usable else None,
             lists.PictureLocation(file, picture.offset if picture is not None else None),
             self.settings,
             values or {},
             text_of_file(text or b"").strip() if self.has_text else None,
+            beside,
+            [(r.content or b"", lists.PictureLocation(file, r.offset)) for r in references],
         )
 
     def _limit(self, extension: str) -> int:
-        return MAX_PICTURE if extension in self.pictures_are else self._limit_of_text(extension)
+        beside = (self.masks_are, self.controls_are, *self.references_are)
+        is_image = extension in (*self.pictures_are, *beside)
+        return MAX_PICTURE if is_image else self._limit_of_text(extension)
 
     def _limit_of_text(self, extension: str) -> int:
         is_read = extension == "json" or (extension == "txt" and self.has_text)

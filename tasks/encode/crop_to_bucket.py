@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from configs.errors import Refused
 from configs.settings.data import Encode
 from configs.settings.recipe import Recipe
 from runtimes.detect_hardware import check_memory
+from runtimes.sample.reference_pictures import to_pixels, to_rgb
 
 Size = tuple[int, int]  # (height, width), pixels
 
@@ -104,18 +105,6 @@ def is_holdout(sha256: bytes, fraction: float) -> bool:
     return int.from_bytes(sha256[:8], "big") / 2**64 < fraction
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture with 8 bits per channel, transparent parts over white."""
-    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255, not scale it
-        grey = np.asarray(image, np.uint16) / 257.0
-        return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
-
-
 #: Memory of Pillow's decoders and of the copies of their picture.
 BYTES_PER_PIXEL = 16
 
@@ -141,6 +130,7 @@ class TransformSettings:
     scored: bool = False  # whether every sample needs an aesthetic score
     #: The download's resize mode, if it crops or pads: center_crop or border.
     download_reshapes: str | None = None
+    control: bool = False  # whether every sample needs a control picture
 
     @classmethod
     def of(cls, recipe: Recipe) -> TransformSettings:
@@ -151,7 +141,14 @@ class TransformSettings:
             max_pixels=recipe.download.max_pixels,
             scored=getattr(recipe.source, "aesthetic_column", None) is not None,
             download_reshapes=mode if mode in ("center_crop", "border") else None,
+            control=getattr(recipe.source, "control", None) is not None,
         )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The settings by name, for keys; those of before `control` lack it."""
+        facts = asdict(self)
+        return facts if self.control else {n: v for n, v in facts.items() if n != "control"}
 
 
 @dataclass(frozen=True)
@@ -163,6 +160,8 @@ class Transformed:
     crop_top_left: tuple[int, int]  # (top, left) in the whole picture, resized and mirrored alike
     target_size: Size
     flip: bool
+    mask: NDArray[np.uint8] | None = None  # of the loss: [H, W], 255 = trained on; None: all is
+    control: NDArray[np.uint8] | None = None  # [3, H, W], what a ControlNet reads
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
@@ -192,6 +191,8 @@ def transform(
     meta: Mapping[str, Any],
     settings: TransformSettings,
     buckets: list[Size],
+    mask: Image.Image | None = None,
+    control: Image.Image | None = None,
 ) -> list[Transformed]:
     """Resize a picture (Lanczos) to cover its nearest bucket, and crop it.
 
@@ -204,6 +205,9 @@ def transform(
         sha256: that of the downloaded picture; it selects the split and the random crop.
         meta: metadata of the image shard.
         buckets: sizes of `bucket_sizes`.
+        mask: of the loss, grey; it is resized (area mean), cropped and mirrored as the picture.
+        control: RGB, resized (bilinear, as train_controlnet_sdxl.py of diffusers does), cropped and
+            mirrored as the picture.
 
     Raises:
         BadSample: the picture is too thin for its bucket.
@@ -213,30 +217,42 @@ def transform(
     resized = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
     if resized[0] * resized[1] > settings.max_pixels:  # a thin picture grows a thousandfold
         raise BadSample("too many pixels")
-    original_size, cropped = _before_download(meta, image, settings.download_reshapes)
+    original_size, lost = _before_download(meta, image, settings.download_reshapes)
     if resized != image.size:
         image = image.resize(resized, Image.Resampling.LANCZOS)
+    if mask is not None and resized != mask.size:
+        mask = mask.resize(resized, Image.Resampling.BOX)
+    if control is not None and resized != control.size:
+        control = control.resize(resized, Image.Resampling.BILINEAR)
     position = _crop_position(settings, sha256)
     top = _round_half_up((image.height - height) * position[0])
     left = _round_half_up((image.width - width) * position[1])
     box = (left, top, left + width, top + height)
-    before_top, before_left = (_round_half_up(offset * scale) for offset in cropped)
+    before_top, before_left = (_round_half_up(offset * scale) for offset in lost)
     is_mirrored = settings.flip and not is_holdout(sha256, settings.holdout)
+
+    def cropped(picture: Image.Image, flip: bool) -> Image.Image:
+        return (ImageOps.mirror(picture) if flip else picture).crop(box)
+
     return [
         Transformed(
-            _pixels((ImageOps.mirror(image) if flip else image).crop(box)),
+            to_pixels(cropped(image, flip)),
             original_size,
             (before_top + top, before_left + left),
             (height, width),
             flip,
+            None if mask is None else np.asarray(cropped(mask, flip)),
+            None if control is None else np.asarray(cropped(control, flip)).transpose(2, 0, 1),
         )
         for flip in ((False, True) if is_mirrored else (False,))
     ]
 
 
-def _pixels(image: Image.Image) -> NDArray[np.float32]:
-    pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / 255.0 * 2.0 - 1.0
-    return np.ascontiguousarray(pixels)
+def area_mean(mask: NDArray[np.uint8], size: Size) -> NDArray[np.uint8]:
+    """A mask [H, W], reduced to `size`, whose sides divide its own."""
+    height, width = size
+    parts = mask.reshape(height, len(mask) // height, width, -1)
+    return np.rint(parts.mean((1, 3))).astype(np.uint8)
 
 
 def _crop_position(settings: TransformSettings, sha256: bytes) -> tuple[float, float]:
@@ -275,14 +291,14 @@ def _before_download(
     return (height, width), (0.0, 0.0)
 
 
-STAGE = "encode"
+STAGE: Final = "encode"
 #: Increment when the content of a latent shard changes.
 VERSION = 5
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that affect latents; the batch size does, by rounding."""
-    return recipe.encode.key_settings() | asdict(TransformSettings.of(recipe))
+    return recipe.encode.key_settings() | TransformSettings.of(recipe).facts
 
 
 def shard_key(
@@ -308,10 +324,12 @@ def shard_key(
         "encoders": encoders,
         "dtype": encode.dtype,
         "batch_size": encode.batch_size,
-        "transform": asdict(settings),
+        "transform": settings.facts,
         "text": encode.text,
+        "text_precision": encode.text_precision,
         "rows": rows,
         "captions": captions,
+        "changes": None if encode.captions is None else encode.captions.key_settings(),
     }
-    chosen = ("rows", "captions")
+    chosen = ("text_precision", "rows", "captions", "changes")
     return digest_json({n: v for n, v in facts.items() if v is not None or n not in chosen})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,17 @@ from typing import Any
 
 from artifacts.models import IGNORED, fetch_model, files_below, put_model
 from artifacts.store import Store
-from runtimes.pipeline_folder.folder import TEXT_PARTS, Base
+from configs.settings.data import Captions
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
 from runtimes.registry import open_encoder
 from tasks.devices.processes import Facts, Worker
+from tasks.encode.captions import encoded_samples
 from tasks.encode.crop_to_bucket import STAGE, TransformSettings
 from tasks.encode.near_duplicates import SUFFIX
+from tasks.encode.prompts import encode_prompts
+from tasks.encode.references import ReferenceSettings, encode_reference_tar
 from tasks.encode.shard import ShardEncoder
 from tasks.pictures import PictureShard
 
@@ -33,8 +37,10 @@ class EncodersInStore:
 
     def fetched(self, job: EncodeJob) -> EncodeJob:
         """The job with the folders of this machine's copy. Raises Refused."""
-        copy = fetch_model(self.url, self.digest, lambda folder: _opened(folder).digest_encoders())
-        return replace(job, **_opened(copy).job_fields)
+        copy = fetch_model(
+            self.url, self.digest, lambda folder: _opened(folder, job).digest_encoders()
+        )
+        return replace(job, **_opened(copy, job).job_fields)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class EncodingPlan:
     decoders: int = 1  # threads that decode pictures, per device
     copy: EncodersInStore | None = None  # for workers without the folders of `job`
     rule: dict[str, Any] | None = None  # of the captions, see PictureShard.read
+    captions: Captions | None = None  # their changes
+    references: ReferenceSettings | None = None  # None: targets have none
 
     stage = STAGE
 
@@ -72,7 +80,21 @@ class EncodingPlan:
         encoder = open_encoder(self.job)
         arguments = (encoder, self.settings, job.batch_size, self.decoders)
         encodes = ShardEncoder(*arguments, embeds=job.embeds)
-        return partial(encode_tar, encodes, self.rule, self.settings.holdout)
+        targets = partial(encode_tar, encodes, self.rule, self.settings.holdout, self.captions)
+        about = (encodes.encoder, encodes.device)
+        prompts = partial(encode_prompts, *about, self.settings.max_pixels)
+        if self.references is None:
+            return partial(_encode, targets, {"prompts": prompts})
+        references = partial(encode_reference_tar, *about, self.references)
+        return partial(_encode, targets, {"prompts": prompts, "references": references})
+
+
+def _encode(
+    targets: Worker, others: Mapping[str, Worker], request: dict[str, Any], folder: str
+) -> Facts:
+    """Encode an image shard of targets or of references, or prompts."""
+    named = (worker for name, worker in others.items() if name in request)
+    return next(named, targets)(request, folder)
 
 
 def encode_request(
@@ -92,6 +114,7 @@ def encode_tar(
     encoder: ShardEncoder,
     rule: dict[str, Any] | None,
     holdout: float,
+    captions: Captions | None,
     request: dict[str, Any],
     folder: str,
 ) -> Facts:
@@ -100,6 +123,7 @@ def encode_tar(
     Args:
         rule: of the captions, see PictureShard.read.
         holdout: fraction of the pictures in the held-out split.
+        captions: changes of the captions; None: none.
 
     Raises:
         Damaged: the tar has another sha256.
@@ -107,7 +131,7 @@ def encode_tar(
     """
     path = Path(folder, f"{request['key']}.safetensors")
     pictures = PictureShard(**request["pictures"])
-    facts = encoder.encode(pictures.read(rule, holdout), path)
+    facts = encoder.encode(encoded_samples(pictures, rule, holdout, captions), path)
     shards: Facts = {request["key"]: facts}
     thumbnails = path.with_suffix(SUFFIX)
     if request["thumbnails"] is None:
@@ -128,7 +152,7 @@ def _files(base: Base) -> Iterator[tuple[str, Path]]:
     """(path in the copy, file) of all files that an encoder reads."""
     for name in ("model_index.json", f"{base.family.denoiser}/config.json"):
         yield f"{PIPELINE}/{name}", base.folder / name
-    for part in TEXT_PARTS:
+    for part in base.text_parts:
         yield from _below(base.part(part), f"{PIPELINE}/{part}")
     yield from _below(base.vae, f"{PIPELINE}/vae" if base.vae_folder is None else VAE)
 
@@ -140,6 +164,6 @@ def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
             yield f"{name}/{relative.as_posix()}", file
 
 
-def _opened(copy: Path) -> Base:
+def _opened(copy: Path, job: EncodeJob) -> Base:
     vae = copy / VAE
-    return Base.open(copy / PIPELINE, vae if vae.is_dir() else None)
+    return Base.of(replace(job, model=str(copy / PIPELINE), vae=str(vae) if vae.is_dir() else None))

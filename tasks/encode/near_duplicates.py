@@ -33,7 +33,7 @@ from tasks.pictures import PictureShard
 from tasks.progress import Report
 
 SIDE = 16  # of a thumbnail, pixels
-#: Correlation of thumbnails from which pictures are near-duplicates (docs/benchmarks.md).
+#: Correlation of thumbnails from which pictures are near-duplicates (docs/benchmarks-data.md).
 LEAST_CORRELATION = 0.96
 BLOCK = 1024  # pictures on each side of a matrix product
 SUFFIX = ".npy"
@@ -48,7 +48,7 @@ def thumbnail(image: Image.Image) -> NDArray[np.uint8]:
     return np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX))
 
 
-def mirror_parts(grey: NDArray[np.uint8]) -> NDArray[np.float32]:
+def mirror_parts(grey: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
     """Normalised thumbnails as what a mirror keeps, and what it negates: f32 [2, N, 128].
 
     The correlation of two thumbnails is the sum of both parts' scalar products; that of one and the
@@ -56,7 +56,7 @@ def mirror_parts(grey: NDArray[np.uint8]) -> NDArray[np.float32]:
     none.
 
     Args:
-        grey: u8 [N, 16, 16].
+        grey: u8 or f32 [N, 16, 16].
     """
     centred = grey - grey.mean((1, 2), keepdims=True, dtype=np.float32)
     norm = np.linalg.norm(centred, axis=(1, 2), keepdims=True)

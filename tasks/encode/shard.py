@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from artifacts import latent_shards
 from artifacts.image_shards import Sample
@@ -117,7 +119,14 @@ def _picture(
     """Raises BadSample."""
     sha256 = sample.source_sha256
     image = crop_to_bucket.decode(sample.image, settings.max_pixels)
-    variants = crop_to_bucket.transform(image, sha256, sample.meta, settings, buckets)
+    mask = None if sample.mask is None else Image.open(BytesIO(sample.mask))
+    control = None
+    if settings.control:
+        if sample.control is None:
+            raise BadSample("no control picture")
+        control = Image.open(BytesIO(sample.control))
+    about = (image, sha256, sample.meta, settings, buckets)
+    variants = crop_to_bucket.transform(*about, mask, control)
     score = sample.meta.get("aesthetic_score") if settings.scored else None
     if settings.scored and score is None:
         raise BadSample("no aesthetic score")
@@ -172,12 +181,14 @@ class ShardEncoder:
         self.encoder = encoder
         self._settings = settings
         self._encode_captions = _encode_captions if embeds else _tokenize_captions
+        if family_named(encoder.info["family"]).sees_references:
+            self._encode_captions = _store_captions
         buckets = crop_to_bucket.bucket_sizes(settings, encoder.info["size_step"])
         threads = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
         ahead = 2 * max(batch_size, decoders)
         self._decoding = (settings, buckets, batch_size, threads, ahead)
         #: Held for a whole shard: shards that took turns would all be written at the same time.
-        self._device = threading.Lock()
+        self.device = threading.Lock()
 
     def encode(self, samples: Iterable[Sample], path: Path) -> dict[str, Any]:
         """Encode samples to a latent shard at `path`; return the shard's facts. Thread-safe.
@@ -188,7 +199,7 @@ class ShardEncoder:
         distinct captions, "uncaptioned": samples without a caption, "caption_tokens": {lowest
         length of the bin: n}, "cut": {text encoder: captions above its limit}, "truncated": that of
         the last encoder}. Where lengths vary, "longest" is the largest number of rows of a
-        caption's embeddings.
+        caption's embeddings; where pictures have masks, "masked" is their number.
 
         On one machine, a shard always has the same bytes.
 
@@ -199,7 +210,7 @@ class ShardEncoder:
         batches = decoded_batches(samples, *self._decoding, bad)
         encoded: dict[int, _Encoded] = {}
         thumbnails: dict[int, tuple[bytes, NDArray[np.uint8]]] = {}
-        with Prefetch(batches, depth=1) as ready, self._device:
+        with Prefetch(batches, depth=1) as ready, self.device:
             for batch in ready:
                 thumbnails |= {p.position: (p.sha256, p.thumbnail) for p in batch.pictures}
                 encoded.update(_encode_batch(batch, self.encoder, self._settings, bad))
@@ -224,6 +235,7 @@ def _write(
     groups: dict[str, list[latent_shards.LatentSample]] = defaultdict(list)
     kept: list[str] = []
     uncaptioned = 0
+    masked = 0
     for sample in samples:
         captions = [caption for caption in sample.captions if caption in rows]
         if not captions:
@@ -231,6 +243,7 @@ def _write(
             continue
         kept += captions
         uncaptioned += not any(captions)
+        masked += sample.variants[0].loss_mask is not None
         for latent in sample.variants:
             group = latent_shards.flipped_group(sample.group) if latent.flip else sample.group
             caption_rows = tuple(rows[c] for c in captions)
@@ -243,6 +256,7 @@ def _write(
         "bad_reasons": dict(sorted(bad.items())),
         "captions": len(set(kept) - {""}),
         "uncaptioned": uncaptioned,
+        **({"masked": masked} if masked else {}),
         **({"longest": max(map(len, texts.prompt_embeds or ()))} if texts.varying_lengths else {}),
         **_caption_lengths(kept, encoder),
     }
@@ -289,16 +303,21 @@ def _encode_variant(
     draw = partial(crop_to_bucket.draw_mask, settings.seed, size=pixels.shape[2:])
     masks = [np.stack([draw(picture.sha256, number) for picture in pictures]) for number in numbers]
     masked_means = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
+    controls = _controls([picture.variants[variant].control for picture in pictures], encoder)
     step = encoder.info["vae_scale_factor"]
     for row, picture in enumerate(pictures):
         decoded = picture.variants[variant]
         arrays = [means[row], logvars[row], *(masked[row] for masked in masked_means)]
+        arrays += [] if controls is None else [controls[row]]
         if not all(np.isfinite(array).all() for array in arrays):
             yield None
             continue
-        mean, logvar, *hidden = map(latent_shards.to_bfloat16, arrays)
+        mean, logvar, *hidden = map(latent_shards.to_bfloat16, arrays[: 2 + len(masks)])
         # Nearest-neighbour reduction to the latents' size, as in diffusers' pipelines.
         small = [mask[row, ::step, ::step].astype(np.uint8) for mask in masks]
+        loss_mask = None
+        if decoded.mask is not None:
+            loss_mask = crop_to_bucket.area_mean(decoded.mask, mean.shape[1:])
         yield latent_shards.LatentSample(
             mean=mean,
             logvar=logvar,
@@ -310,7 +329,30 @@ def _encode_variant(
             caption_rows=(),
             aesthetic_score=picture.score,
             masked=latent_shards.Masked(np.stack(small), np.stack(hidden)) if masks else None,
+            loss_mask=loss_mask,
+            control=None if controls is None else _stored(controls[row]),
         )
+
+
+def _controls(
+    pictures: Sequence[NDArray[np.uint8] | None], encoder: PipelineEncoder
+) -> NDArray[Any] | None:
+    """What the family's ControlNet reads of control pictures, each u8 [3, H, W]; None: none.
+
+    That is [B, 3, H, W] u8 of pixels, or the means [B, C, h, w] f32 of the VAE.
+    """
+    present = [picture for picture in pictures if picture is not None]
+    kind = family_named(encoder.info["family"]).control
+    if not present or kind is None:
+        return None
+    stacked = np.stack(present)
+    if kind == "pixels":
+        return stacked
+    return encoder.images(stacked.astype(np.float32) / 127.5 - 1)[0]
+
+
+def _stored(control: NDArray[Any]) -> NDArray[Any]:
+    return control if control.dtype == np.uint8 else latent_shards.to_bfloat16(control)
 
 
 def _tokenize_captions(
@@ -321,6 +363,14 @@ def _tokenize_captions(
     ids = [encoder.input_ids(distinct[start : start + TEXT_BATCH]) for start in starts]
     rows = {caption: row for row, caption in enumerate(distinct)}
     return latent_shards.Texts(None, None, np.concatenate(ids)), rows
+
+
+def _store_captions(
+    distinct: list[str], encoder: PipelineEncoder
+) -> tuple[latent_shards.Texts, dict[str, int]]:
+    """As `_tokenize_captions`, with the captions for prompts.py, which embeds them later."""
+    texts, rows = _tokenize_captions(distinct, encoder)
+    return replace(texts, captions=distinct), rows
 
 
 def _encode_captions(

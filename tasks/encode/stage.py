@@ -11,8 +11,17 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from artifacts.latent_shards import HELD_OUT, INFO, LEFT_OUT, NOT_SELECTED, LeftOut, encode_left_out
+from artifacts.latent_shards import (
+    BAD_REFERENCE,
+    HELD_OUT,
+    INFO,
+    LEFT_OUT,
+    NOT_SELECTED,
+    LeftOut,
+    encode_left_out,
+)
 from artifacts.records import digest_json
+from artifacts.references import INDEX, PROMPT_INDEX
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed
 from configs.settings.recipe import Recipe
@@ -23,6 +32,7 @@ from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, wor
 from tasks.build_or_reuse import Stage
 from tasks.code_version import runtime_facts, versions
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
+from tasks.devices.shards import ShardTask
 from tasks.encode import crop_to_bucket
 from tasks.encode.encoders import EncodingPlan, encode_request, put_encoders
 from tasks.encode.near_duplicates import (
@@ -32,6 +42,18 @@ from tasks.encode.near_duplicates import (
     thumbnail_shards,
 )
 from tasks.encode.parts import ShardPart, held_out_order, not_selected, parts_of
+from tasks.encode.prompts import EncodedPrompts, PromptPart, PromptSettings
+from tasks.encode.references import (
+    EncodedReferences,
+    OfTargets,
+    ReferencePart,
+    ReferenceSettings,
+    count_bad,
+    meta_of,
+    pictures_of,
+    without,
+)
+from tasks.hosts.choose import Hosts
 from tasks.panels import Facts, Panel, Table
 from tasks.pictures import Pictures, PictureShard
 from tasks.progress import Report
@@ -52,6 +74,7 @@ class EncodeStage(Stage):
     compared: Pictures | None = None
     selected: Artifact | None = None  # None: all pictures
     captions: Artifact | None = None  # None: the source's
+    references: Artifact | None = None  # which target has which; None: none has any
 
     name = crop_to_bucket.STAGE
     version = crop_to_bucket.VERSION
@@ -69,12 +92,15 @@ class EncodeStage(Stage):
             inputs["compared"] = self.compared.images.digest
             if self.compared.digest is not None:
                 inputs["compared_choice"] = self.compared.digest
+        if self.references is not None:
+            inputs["reference_settings"] = self._reference_settings.digest(self.base)
         return {**inputs, "encoders": self.base.digest_encoders()}
 
     @property
     def parents(self) -> dict[str, Artifact]:
-        """The pictures, their selection and captions."""
+        """The pictures, their selection, captions and references."""
         chosen = {"selected": self.selected, "captions": self.captions}
+        chosen["references"] = self.references
         there = {name: artifact for name, artifact in chosen.items() if artifact is not None}
         return {"images": self.images, **there}
 
@@ -82,6 +108,10 @@ class EncodeStage(Stage):
     def pictures(self) -> Pictures:
         """What is encoded."""
         return Pictures(self.images, self.selected, self.captions)
+
+    @property
+    def _reference_settings(self) -> ReferenceSettings:
+        return ReferenceSettings.of(self.recipe, self.base)
 
     @cached_property
     def rule(self) -> dict[str, Any] | None:
@@ -100,10 +130,38 @@ class EncodeStage(Stage):
         base = self.base
         store = draft.store
         parts = self._parts(store)
-        shards = self.encode_missing(store, f"{draft.path}/{REPORTS}", progress, parts)
-        info = dict(base.encoders)
-        dropped = not_selected(store, self.pictures, parts, shards)
-        summary = summarise(shards, info["vae_scale_factor"], base.caption_limits, dropped)
+        if not parts:
+            raise Failed("encode: the images artifact has no image shard")
+        references = self._encoded_references(store)
+        missing = [] if references is None else references.parts
+        reports = f"{draft.path}/{REPORTS}"
+        encoded = self.encode_missing(store, reports, progress, parts, missing)
+        shards, pictures = encoded[: len(parts)], encoded[len(parts) :]
+        unselected = not_selected(store, self.pictures, parts, shards)
+        bad: LeftOut = {}
+        of_targets: OfTargets = {}
+        if references is not None:
+            pictures = [*references.encoded.before, *pictures]
+            indexed = references.index(pictures, shards, parts)
+            draft.write(INDEX, indexed.data)
+            bad, of_targets = indexed.bad, indexed.of_targets
+        prompts: list[Shard] = []
+        if base.family.sees_references:
+            encoded_prompts = self._encoded_prompts(store, shards, of_targets)
+            new = self.encode_missing(store, reports, progress, prompts=encoded_prompts.parts)
+            prompts = [*encoded_prompts.encoded.before, *new]
+            index, lost, prompt_count = encoded_prompts.index(prompts)
+            draft.write(PROMPT_INDEX, index)
+            bad = merged(bad, lost)
+        bad = without(bad, unselected)
+        dropped = merged(bad, unselected)
+        summary = summarise(shards, base.encoders["vae_scale_factor"], base.caption_limits, dropped)
+        if references is not None:
+            summary["references"] = indexed.distinct
+        if base.family.sees_references:
+            summary["prompts"] = prompt_count
+        if bad_count := count_bad(bad):
+            summary["bad"][BAD_REFERENCE] = bad_count
         searches = self.recipe.encode.holdout and self.recipe.encode.leave_out_copies
         copies = self._copies(draft, shards, parts, progress) if searches else {}
         if left_out := merged(copies, dropped):
@@ -113,31 +171,81 @@ class EncodeStage(Stage):
             draft.write(HELD_OUT, json.dumps(order).encode())
         summary["copies_left_out"] = sum(map(count_copies, left_out.values()))
         check_samples(summary, self.recipe.encode.max_bad)
-        if summary["uncaptioned"]:
-            log.warning(
-                "encode: %d of %d pictures have no caption and train unconditionally; if this is "
-                "wrong, check source.caption_column or the .txt files beside them",
-                summary["uncaptioned"],
-                summary["samples"],
-            )
+        self._tell_uncaptioned(summary)
+        self._add_targets(draft, shards, parts, left_out, unselected)
+        for shard in pictures:
+            alike = self._reference_settings.digest(base)
+            draft.add_shard(replace(shard, meta=meta_of(shard, alike)))
+        for shard in prompts:
+            meta = {"alike": PromptSettings.of(self.recipe).digest(base)}
+            draft.add_shard(replace(shard, meta=meta))
+        info = self._info([*shards, *prompts])
+        draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
+        return summary | {"run": runtime_facts(self.recipe.runtime)}
+
+    def _tell_uncaptioned(self, summary: dict[str, Any]) -> None:
+        if not summary["uncaptioned"]:
+            return
+        remedy = "check source.caption_column or the .txt files beside them"
+        if self.captions is not None:
+            remedy = "look at the captions that are bad, or set caption.on_bad to drop"
+        log.warning(
+            "encode: %d of %d pictures have no caption and train unconditionally; if this is "
+            "wrong, %s",
+            *(summary["uncaptioned"], summary["samples"], remedy),
+        )
+
+    def _add_targets(
+        self,
+        draft: Draft,
+        shards: Sequence[Shard],
+        parts: Sequence[ShardPart],
+        left_out: LeftOut,
+        unselected: LeftOut,
+    ) -> None:
+        """Add the latent shards of the pictures, with their counts."""
         for shard, part in zip(shards, parts, strict=True):
             meta = {"groups": shard.meta["groups"]}
             if len(self.parents) > 1:
                 meta |= part.facts
             if shard.key in left_out:
                 meta["copies_left_out"] = count_copies(left_out[shard.key])
-            if shard.key in dropped:
-                meta["not_selected"] = count_training(dropped[shard.key])
+            if shard.key in unselected:
+                meta["not_selected"] = count_training(unselected[shard.key])
             draft.add_shard(replace(shard, meta=meta))
+
+    def _info(self, captioned: Sequence[Shard]) -> dict[str, Any]:
+        """What a reader of the latents must know, by the shards with captions."""
+        base = self.base
+        info = dict(base.encoders)
         settings = crop_to_bucket.TransformSettings.of(self.recipe)
-        longest = [shard.meta["longest"] for shard in shards if "longest" in shard.meta]
+        longest = [shard.meta["longest"] for shard in captioned if "longest" in shard.meta]
         if longest:  # lengths vary: training pads captions to one shape for a whole run
             info["tokens"] = padded_rows(max(longest), TOKEN_STEP)
         info |= {"masks": settings.masks, "scored": settings.scored}
+        if settings.control and base.family.control is not None:
+            info["control"] = base.family.control
         if self.recipe.encode.text_dtype is not None:
             info["text_dtype"] = self.recipe.encode.text_dtype
-        draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
-        return summary | {"run": runtime_facts(self.recipe.runtime)}
+        return info
+
+    def _encoded_references(self, store: Store) -> EncodedReferences | None:
+        if self.references is None:
+            return None
+        alike = self._reference_settings.digest(self.base)
+        return EncodedReferences(store, self.references, alike)
+
+    def _encoded_prompts(
+        self, store: Store, shards: Sequence[Shard], of_targets: OfTargets
+    ) -> EncodedPrompts:
+        """The prompts of latent shards.
+
+        Args:
+            of_targets: the references of their samples.
+        """
+        pictures = None if self.references is None else pictures_of(self.references)
+        alike = PromptSettings.of(self.recipe).digest(self.base)
+        return EncodedPrompts(store, pictures, alike, shards, of_targets)
 
     def _copies(
         self, draft: Draft, shards: Sequence[Shard], parts: Sequence[ShardPart], progress: Report
@@ -158,9 +266,15 @@ class EncodeStage(Stage):
         return copies_of_held_out(store, shards, thumbnails, kept, compared, holdout, progress)
 
     def encode_missing(
-        self, store: Store, reports: str, progress: Report, parts: Sequence[ShardPart]
+        self,
+        store: Store,
+        reports: str,
+        progress: Report,
+        parts: Sequence[ShardPart] = (),
+        references: Sequence[ReferencePart] = (),
+        prompts: Sequence[PromptPart] = (),
     ) -> list[Shard]:
-        """The latent shard of each part; those that the store lacks are encoded.
+        """The shard of each part, then of `references` and `prompts`; missing ones are encoded.
 
         Several flows may do so at once: each shard is encoded by one of them.
 
@@ -169,30 +283,41 @@ class EncodeStage(Stage):
 
         Raises:
             Refused: the model or the settings are invalid; nothing was encoded.
-            Failed: there is no image shard.
         """
         # Beam takes seconds to import, which a reused artifact does not need.
         with quiet_import():
-            from tasks.devices.commit_shards import CommitShards, ShardTask, commit_shards
+            from tasks.devices.commit_shards import CommitShards, commit_shards
 
         chosen = self.recipe.encode
         settings = crop_to_bucket.TransformSettings.of(self.recipe)
         crop_to_bucket.bucket_sizes(settings, self.base.encoders["size_step"])
-        if not parts:
-            raise Failed("encode: the images artifact has no image shard")
+        if not (parts or references or prompts):
+            return []
+        # Prompts that see references are encoded after these, by a process of their own.
+        text = chosen.text if prompts or not self.base.family.sees_references else "token_ids"
         job = EncodeJob(
             runtime=self.recipe.runtime,
             **self.base.job_fields,
             batch_size=chosen.batch_size,
             device=chosen.device,
             dtype=chosen.dtype,
-            text=chosen.text,
+            text=text,
+            text_precision=chosen.text_precision,
+            offload=chosen.offload,
             compiled=store.compiled_url,
         )
         options = beam_options(self.recipe, "encode")
         is_remote = workers_of(options) is Workers.REMOTE
-        copy = put_encoders(store, self.base) if is_remote else None
-        plan = EncodingPlan(job, settings, copy=copy, rule=self.rule)
+        hosts = Hosts.of(self.recipe, crop_to_bucket.STAGE)
+        copy = put_encoders(store, self.base) if is_remote or hosts else None
+        plan = EncodingPlan(
+            job,
+            settings,
+            copy=copy,
+            rule=self.rule,
+            captions=chosen.captions,
+            references=self._reference_settings if references else None,
+        )
         dofn = CommitShards(store.url, reports, plan, chosen.processes)
         tasks = []
         for part in parts:
@@ -201,7 +326,12 @@ class EncodeStage(Stage):
                 part.key, part.pictures, thumbnails.key if settings.holdout else None
             )
             tasks.append(ShardTask((part.key,), request, int(part.pictures.mask.sum())))
-        return commit_shards(tasks, store, dofn, options, progress)
+        for reference in references:
+            count = int(reference.pictures.mask.sum())
+            tasks.append(ShardTask((reference.key,), reference.request, count))
+        for prompt in prompts:
+            tasks.append(ShardTask((prompt.key,), prompt.request, len(prompt.prompts)))
+        return commit_shards(tasks, store, dofn, options, progress, hosts)
 
     def _parts(self, store: Store) -> list[ShardPart]:
         """The latent shards of all pictures."""
@@ -235,11 +365,17 @@ class EncodeStage(Stage):
             )
         if copies := summary["copies_left_out"]:
             log.info("encode: %s near-duplicates of held-out pictures are not trained on", copies)
+        mask = getattr(self.recipe.source, "mask", None)
+        if mask is not None and "masked" not in summary:
+            words = "encode: no picture has a mask (source.mask: %s): all are trained on as a whole"
+            log.warning(words, mask)
         total = sum(summary["caption_tokens"].values())
         tell_cuts(crop_to_bucket.STAGE, summary["cut"], total, "captions")
 
-    def helper(self, store: Store, progress: Report) -> Callable[[], object]:
-        """A call that encodes shards beside another host's build."""
+    def helper(self, store: Store, progress: Report) -> Callable[[], object] | None:
+        """A call that encodes shards beside another host's build; None: a cluster encodes them."""
+        if self.recipe.hosts_of(crop_to_bucket.STAGE) is not None:
+            return None
         reports = f"{store.root}/{self.name}/{self.parts.key}/{REPORTS}-{uuid4().hex}"
         return lambda: self.encode_missing(store, reports, progress, self._parts(store))
 
@@ -253,6 +389,10 @@ class EncodeStage(Stage):
         summary = artifact.summary
         counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
         facts = {name: summary[name] for name in counts} | cut_facts(summary["cut"])
+        if "masked" in summary:
+            facts["pictures with a mask"] = summary["masked"]
+        if "references" in summary:
+            facts["distinct references"] = summary["references"]
         facts |= copies_facts(artifact.manifest["settings"], summary["copies_left_out"])
         facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
         buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
@@ -276,7 +416,8 @@ def merged(copies: LeftOut, dropped: LeftOut) -> LeftOut:
 
 def count_copies(groups: Mapping[str, Mapping[int, str]]) -> int:
     """Near-duplicates of held-out pictures among what is left out of a shard."""
-    return sum(why != NOT_SELECTED for rows in groups.values() for why in rows.values())
+    reasons = (NOT_SELECTED, BAD_REFERENCE)
+    return sum(why not in reasons for rows in groups.values() for why in rows.values())
 
 
 def count_training(groups: Mapping[str, Mapping[int, str]]) -> int:
@@ -310,6 +451,7 @@ def summarise(
         height, width = (int(side) * factor for side in group.partition("/")[2].split("x"))
         buckets[f"{height}x{width}"] += count
     holdout = sum(n for group, n in groups.items() if group.startswith("holdout/"))
+    masked = sum(shard.meta.get("masked", 0) for shard in shards)
     return {
         "samples": groups.total(),
         "holdout": holdout,
@@ -318,6 +460,7 @@ def summarise(
         "captions": sum(shard.meta["captions"] for shard in shards),
         "caption_tokens": {str(lowest): n for lowest, n in sorted(tokens.items())},
         "uncaptioned": sum(shard.meta["uncaptioned"] for shard in shards),
+        **({"masked": masked} if masked else {}),
         "cut": cuts_of(cut, limits),
         "truncated": sum(shard.meta["truncated"] for shard in shards),
         "bad": dict(sorted(bad.items())),

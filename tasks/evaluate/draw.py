@@ -14,17 +14,17 @@ import shutil
 import tarfile
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from artifacts.image_shards import add_member
 from artifacts.models import digest_model
@@ -34,13 +34,14 @@ from configs.settings.evaluate import Sampling
 from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import GenerateJob, Job
+from tasks import control_pictures
 from tasks.build_or_reuse import GRID
 from tasks.child_process import Event
 from tasks.panels import Comparison, picture_grid, to_png
 from tasks.progress import Progress
 from tasks.trained_weights import BASE, TrainedWeights
 
-STAGE = "evaluate"
+STAGE: Final = "evaluate"
 #: Increment when the content of the pictures or of the losses changes.
 VERSION = 5
 LOSSES = "losses.json"
@@ -61,7 +62,9 @@ log = logging.getLogger("kiln")
 
 def sampler_settings(settings: Sampling, *more: str) -> dict[str, Any]:
     """The settings of a job's `sampler`: SAMPLER_SETTINGS and `more`, by name."""
-    return settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more))
+    scale = settings.controlnet_conditioning_scale
+    own = {} if scale == 1 else {"controlnet_conditioning_scale": scale}
+    return settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more)) | own
 
 
 RunJob = Callable[[Job, Callable[[Event], None]], Any]
@@ -75,10 +78,19 @@ class EvalModel:
     base: Base
     weights: TrainedWeights = BASE
     evaluated: Mapping[str, Any] = field(default_factory=dict)  # `evaluate` of its recipe.yaml
+    encoded: Mapping[str, Any] = field(default_factory=dict)  # `encode` of the same
 
     def part(self, name: str) -> Path:
         """The folder of a part: the trained part's if there is any, else the pipeline's."""
         return self.weights.parts.get(name, self.base.part(name))
+
+    def on(self, base: Base) -> EvalModel:
+        """The model's adapters on another base, whose scheduler draws."""
+        plain = digest_eval_model(base, None)
+        if self.weights.lora is None:
+            return EvalModel(plain, base)
+        digest = digest_json({"adapters": self.digest, "on": plain})
+        return EvalModel(digest, base, TrainedWeights(lora=self.weights.lora))
 
     @property
     def extras(self) -> ExtraInputs:
@@ -93,16 +105,22 @@ class SamplingSpec:
     job: GenerateJob  # without drawings
     latents_digest: str
     family_facts: dict[str, str]  # Family.key_facts
+    references: Sequence[Sequence[str]] | None = None  # sha256 of those of each picture
 
     def facts(self) -> dict[str, Any]:
         """The settings that affect pictures or losses; where and how they are drawn does not."""
         sampler = {n: value for n, value in self.job.sampler.items() if n != "batch_size"}
         held_out = {"latents": self.latents_digest, **self.job.holdout, **self.family_facts}
-        facts = {
+        facts: dict[str, Any] = {
             "prompts": list(self.job.prompts),
             "sampler": sampler | {"dtype": self.job.dtype},
             "held_out": held_out if self.job.latents else None,
         }
+        if self.references:
+            sizes = [self.job.reference_pixels, self.job.reference_step]
+            facts |= {"references": self.references, "reference_sizes": sizes}
+        if self.job.controls:
+            facts["controls"] = control_pictures.digests(self.job.controls)
         return facts | ({"first": self.job.first} if self.job.first else {})
 
     def key(self, model: EvalModel) -> str:
@@ -180,10 +198,13 @@ def scratch(draft: Draft) -> Iterator[Path]:
 
 def read_pictures(store: Store, *rounds: Shard) -> Iterator[NDArray[np.uint8]]:
     """Pictures u8 [H, W, 3] in the order of the prompts, one in memory at a time."""
-    for shard in rounds:
-        for name, data in _members(store, shard):
-            if name.endswith(".png"):
-                yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+    for data in chain.from_iterable(read_files(store, shard) for shard in rounds):
+        yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def read_files(store: Store, shard: Shard) -> Iterator[bytes]:
+    """PNG bytes of a shard's pictures, in the order of the prompts."""
+    return (data for name, data in _members(store, shard) if name.endswith(".png"))
 
 
 def read_chosen(store: Store, numbers: set[int], *rounds: Shard) -> dict[int, NDArray[np.uint8]]:
@@ -192,12 +213,26 @@ def read_chosen(store: Store, numbers: set[int], *rounds: Shard) -> dict[int, ND
     return {number: picture for number, picture in pictures if number in numbers}
 
 
-def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
-    """Held-out losses f64 [N, levels]; N is 0 if none were computed."""
+class HeldOutLosses(NamedTuple):
+    """The losses of N held-out samples; N is 0 if none were computed."""
+
+    losses: NDArray[np.float64]  # [N, levels], from the least noise to the most
+    sources: Sequence[str]  # of each sample; "" without a mixture
+
+    def by_source(self) -> dict[str, NDArray[np.float64]]:
+        """Source of the mixture -> its rows of `losses`."""
+        names = sorted({*self.sources} - {""})
+        return {name: self.losses[[of == name for of in self.sources]] for name in names}
+
+
+def read_losses(store: Store, shard: Shard) -> HeldOutLosses:
+    """The held-out losses beside a model's pictures."""
     for name, data in _members(store, shard):
         if name == LOSSES:
-            return np.array(json.loads(data)["losses"], np.float64)
-    return np.zeros((0, 0))
+            found = json.loads(data)
+            losses = np.array(found["losses"], np.float64)
+            return HeldOutLosses(losses, found.get("sources", [""] * len(losses)))
+    return HeldOutLosses(np.zeros((0, 0)), [])
 
 
 def digest_pipeline(base: Base) -> str:
@@ -234,20 +269,25 @@ def _members(store: Store, shard: Shard) -> Iterator[tuple[str, bytes]]:
                 yield member.name, file.read()
 
 
+#: Rows that no model has drawn.
+BESIDE = ("reference", "target")
+#: Folder of references and targets that are shown, and their name in the summary.
+BESIDE_FOLDER = "beside"
 CELL = (96, 256)  # minimum and maximum width of a cell, pixels
 COLUMNS = 10
 MARGIN = 6
-LABEL = 64
+LABEL = 76
 LINE = 13
 LINES = 4
 INK = (40, 30, 25)
 PAPER = (250, 246, 240)
 
-#: A prompt, and model -> its picture u8 [H, W, 3], in row order.
+#: A prompt, and model -> its picture u8 [H, W, 3], in row order. `reference` and `target` are rows,
+#: too; a column may lack them.
 Column = tuple[str, Mapping[str, NDArray[np.uint8]]]
 
 
-def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
+def choose(prompts: Sequence[Hashable], limit: int = COLUMNS) -> list[int]:
     """Indices of the first picture of each distinct prompt, `limit` at most."""
     return [prompts.index(prompt) for prompt in islice(dict.fromkeys(prompts), limit)]
 
@@ -255,14 +295,25 @@ def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
 def render(sets: dict[str, list[Column]]) -> bytes:
     """PNG bytes with one block per prompt set, one row per model, one column per prompt."""
     _, rows = next(iter(sets.values()))[0]
-    cell = _cell_size(next(iter(rows.values())))
+    drawn = next(picture for name, picture in rows.items() if name not in BESIDE)
+    cell = _cell_size(drawn)
     widest = max(len(columns) for columns in sets.values())
-    block = LINE + MARGIN + LINES * LINE + len(rows) * (cell[1] + MARGIN) + MARGIN
+    heads = LINE + MARGIN + LINES * LINE + MARGIN
+    blocks = [heads + len(_rows(c)) * (cell[1] + MARGIN) for c in sets.values()]
     width = LABEL + widest * (cell[0] + MARGIN) + MARGIN
-    page = Image.new("RGB", (width, len(sets) * block + MARGIN), PAPER)
-    for index, (name, columns) in enumerate(sets.items()):
-        _draw_block(page, MARGIN + index * block, name, columns, cell)
+    page = Image.new("RGB", (width, sum(blocks) + MARGIN), PAPER)
+    top = MARGIN
+    for block, (name, columns) in zip(blocks, sets.items(), strict=True):
+        _draw_block(page, top, name, columns, cell)
+        top += block
     return to_png(page)
+
+
+def _rows(columns: list[Column]) -> list[str]:
+    """The rows of a block: its references above the models' pictures, its targets below."""
+    names = list(dict.fromkeys(name for _, pictures in columns for name in pictures))
+    order = {"reference": -1, "target": 1}
+    return sorted(names, key=lambda name: order.get(name, 0))
 
 
 def _draw_block(
@@ -274,10 +325,13 @@ def _draw_block(
     pen.text((MARGIN, top), f"prompts: {name}", INK, large)
     first_row = top + LINE + MARGIN + LINES * LINE
     cells = []
-    for number, model in enumerate(columns[0][1]):
+    blank = Image.new("RGB", cell, PAPER)
+    for number, model in enumerate(_rows(columns)):
         middle = first_row + number * (cell[1] + MARGIN) + cell[1] // 2
         pen.text((MARGIN, middle), model, INK, large, anchor="lm")
-        cells += [_fit(pictures[model], cell) for _, pictures in columns]
+        for _, pictures in columns:
+            fit = _fit if model not in BESIDE else _pad
+            cells.append(fit(pictures[model], cell) if model in pictures else blank)
     for index, (prompt, _) in enumerate(columns):
         left = LABEL + index * (cell[0] + MARGIN)
         words = textwrap.wrap(prompt, max(8, cell[0] // 6), max_lines=LINES, placeholder="…")
@@ -302,6 +356,13 @@ def _fit(picture: NDArray[np.uint8], cell: tuple[int, int]) -> Image.Image:
     return image.resize(cell, Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)
 
 
+def _pad(picture: NDArray[np.uint8], cell: tuple[int, int]) -> Image.Image:
+    """As `_fit`, whole and of its own aspect ratio."""
+    scale = min(cell[0] / picture.shape[1], cell[1] / picture.shape[0])
+    size = (max(1, round(picture.shape[1] * scale)), max(1, round(picture.shape[0] * scale)))
+    return ImageOps.pad(_fit(picture, size), cell, color=PAPER)
+
+
 SHOWN = 20  # maximum number of prompts
 
 
@@ -311,20 +372,28 @@ def compare_pictures(artifact: Artifact, champion: Artifact | None) -> Compariso
     Args:
         champion: a comparable evaluation of the champion.
     """
-    prompts = list[str]()
+    sets = artifact.summary.get("prompts") or artifact.manifest["settings"]["prompts"]
+    beside = artifact.summary.get(BESIDE_FOLDER, {})  # set -> picture number -> kind -> file
+    prompts = [text for texts in sets.values() for text in texts]
     chosen = list[int]()
-    sets = artifact.manifest["settings"]["prompts"].values()
-    for set_prompts in sets:
+    start = 0
+    for name, texts in sets.items():
         share = max(1, SHOWN // len(sets))
-        chosen += [len(prompts) + n for n in choose(set_prompts, share)]
-        prompts += set_prompts
+        own = [int(n) - start for n in beside[name]] if name in beside else choose(texts)
+        chosen += [start + n for n in own[:share]]
+        start += len(texts)
     drawn = artifact.summary["drawn"]  # model -> key of its shard
     if champion is not None:
         champions = champion.summary["drawn"]["tuned"]
-        drawn = {"base": drawn["base"], "champion": champions, "tuned": drawn["tuned"]}
+        drawn = {"base": drawn["base"], "champion": champions, **drawn}
     by_model = [_pictures(artifact.store, key, set(chosen)) for key in drawn.values()]
     rows = [(prompts[n], [pictures[n] for pictures in by_model]) for n in chosen]
-    return Comparison("Before and after", tuple(drawn), rows, artifact.read(GRID))
+    files = {int(n): kinds for own in beside.values() for n, kinds in own.items()}
+    shown = [
+        [(kind, artifact.read(path)) for kind, path in files.get(n, {}).items()] for n in chosen
+    ]
+    about = ("Before and after", tuple(drawn), rows, artifact.read(GRID))
+    return Comparison(*about, shown if files else ())
 
 
 def _pictures(store: Store, key: str, numbers: set[int]) -> dict[int, bytes]:

@@ -7,7 +7,7 @@ models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from runtimes.families.inpainting_aesthetics import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import GenerateJob
+from tasks.control_pictures import ControlPictures, local_files
 from tasks.encode.crop_to_bucket import TransformSettings
-from tasks.evaluate import draw
+from tasks.encode.references import ReferenceSettings
+from tasks.evaluate import draw, edits
 from tasks.evaluate.features import digest_image_encoder
+from tasks.evaluate.held_out_edits import held_out_prompts
 from tasks.evaluate.judges import judge_names
-from tasks.evaluate.metrics import LEVELS, all_prompts, compared_sets, prompt_rounds
+from tasks.evaluate.metrics import LEVELS, PromptSets, all_prompts, compared_sets, prompt_rounds
 from tasks.pictures import Pictures
 from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
@@ -38,6 +41,7 @@ class MeasuringModels:
     image_encoder: Path | None = None  # vision model folder; None: clip
     preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
     inception: Path | None = None  # weights file; None: no metrics of Inception
+    sibling: Base | None = None  # on which adapters are measured, too
 
     def digests(self) -> dict[str, str]:
         """Name -> sha256 of the models."""
@@ -48,6 +52,8 @@ class MeasuringModels:
             digests["image_encoder"] = digest_image_encoder(self.image_encoder)
         if self.inception is not None:
             digests["inception"] = digest_model_file(self.inception)
+        if self.sibling is not None:
+            digests["sibling"] = draw.digest_eval_model(self.sibling, None)
         return digests
 
 
@@ -76,11 +82,40 @@ class EvalInputs:
             return self.held_out
         return Pictures.of(self.training_latents or self.latents, self.training_images)
 
+    @cached_property
+    def prompts(self) -> tuple[PromptSets, ...]:
+        """The prompts of each round; those of held-out samples are read from their pictures.
+
+        Raises Refused if no sample is held out for a set of them.
+        """
+        settings = self.recipe.evaluate
+        sets = settings.prompts.items()
+        wanted = {name: chosen.held_out for name, chosen in sets if chosen.held_out}
+        most = max(wanted.values(), default=0)
+        about = (self.recipe, self.latents, self.held_out, most)
+        held_out = held_out_prompts(*about) if wanted else []
+        found = {name: held_out[:count] for name, count in wanted.items()}
+        return prompt_rounds(settings, self.rounds, found)
+
+    @cached_property
+    def files(self) -> edits.Files:
+        """The local files of the prompts' pictures."""
+        return edits.read_files(all_prompts(*self.prompts))
+
     @property
     def left_out(self) -> set[str]:
         """Sha256 (hex) of pictures in the split `train` that training leaves out."""
         latents = self.training_latents or self.latents
         return open_latents(latents.uri).left_out
+
+    @cached_property
+    def controls(self) -> ControlPictures | None:
+        """What a ControlNet follows in the evaluation; None for another training."""
+        recipe = self.recipe
+        if recipe.train.method != "controlnet":
+            return None
+        factor = self.base.encoders["size_step"]
+        return ControlPictures.read(self.held_out.by_source, recipe, factor)
 
     def digests(self) -> dict[str, str]:
         """Input name -> sha256 of its content."""
@@ -154,28 +189,59 @@ def sampling_specs(inputs: EvalInputs) -> list[draw.SamplingSpec]:
         losses = {"latents": latents.uri, "holdout": holdout, "text_dtype": text_dtype}
     specs = list[draw.SamplingSpec]()
     first = 0
-    for sets in prompt_rounds(settings, inputs.rounds):
-        prompts = tuple(all_prompts(sets))
-        own = replace(job, prompts=prompts, first=first, **({} if first else losses))
-        specs.append(draw.SamplingSpec(own, latents.digest, inputs.base.family.key_facts))
+    for sets in inputs.prompts:
+        prompts = all_prompts(sets)
+        texts = tuple(prompt.text for prompt in prompts)
+        own = replace(job, prompts=texts, first=first, **({} if first else losses))
+        facts = edits.key_facts(prompts, inputs.files)
+        if "references" in facts:
+            paths = (tuple(inputs.files[place].path for place in p.references) for p in prompts)
+            limits = ReferenceSettings.of(recipe, inputs.base)
+            sizes: dict[str, Any] = {
+                "reference_pixels": limits.pixels,
+                "reference_step": limits.step,
+            }
+            own = replace(own, references=tuple(paths), **sizes)
+        if inputs.controls is not None:
+            own = replace(own, controls=local_files(inputs.controls.of(texts)))
+        about = (latents.digest, inputs.base.family.key_facts, facts.get("references"))
+        specs.append(draw.SamplingSpec(own, *about))
         first += len(prompts)
     return specs
+
+
+def sibling_specs(inputs: EvalInputs) -> list[draw.SamplingSpec]:
+    """The same on the sibling, with its sampler and without losses."""
+    sampler = draw.sampler_settings(inputs.recipe.evaluate.on_sibling, "batch_size")
+    return [
+        replace(spec, job=replace(spec.job, sampler=sampler, latents=None, holdout={}))
+        for spec in sampling_specs(inputs)
+    ]
+
+
+def sibling_facts(recipe: Recipe) -> dict[str, Any]:
+    """How pictures of the sibling are drawn, if there is one."""
+    sampling = recipe.evaluate.on_sibling
+    has_sibling = recipe.evaluate.model is not None
+    return {"sibling": draw.sampler_settings(sampling)} if has_sibling else {}
 
 
 def _loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:
     """The facts that define a held-out loss; losses are comparable only if they are equal."""
     encoders = dict(base.encoders)
-    return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
+    return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": extras.facts}
 
 
 def fingerprint(inputs: EvalInputs) -> str:
     """sha256 of all facts that two evaluations must share for comparable metrics."""
     recipe = inputs.recipe
     first, *more = (
-        {"sampling": spec.facts(), "sets": {name: list(prompts) for name, prompts in sets.items()}}
-        for spec, sets in zip(
-            sampling_specs(inputs), prompt_rounds(recipe.evaluate, inputs.rounds), strict=True
-        )
+        {
+            "sampling": spec.facts(),
+            "sets": texts_of(sets),
+            **edits.key_facts(all_prompts(sets), inputs.files),
+        }
+        for spec, sets in zip(sampling_specs(inputs), inputs.prompts, strict=True)
     )
     return digest_json(
         {
@@ -186,13 +252,27 @@ def fingerprint(inputs: EvalInputs) -> str:
             "models": inputs.measuring.digests(),
             "reference": inputs.images.digest,
             **_choices(held_out=inputs.held_out),
-            "transform": asdict(TransformSettings.of(recipe)),
+            "transform": transforms_of(recipe),
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
             "bootstrap": recipe.evaluate.bootstrap,
             "loss": inputs.loss_facts,
+            **sibling_facts(recipe),
         }
     )
+
+
+def texts_of(sets: PromptSets) -> dict[str, list[str]]:
+    """Prompt set name -> the text of every picture's prompt."""
+    return {name: [prompt.text for prompt in prompts] for name, prompts in sets.items()}
+
+
+def transforms_of(recipe: Recipe) -> dict[str, Any]:
+    """How the pictures are cropped; of a mixture, those of each source that is learnt."""
+    if not recipe.sources:
+        return TransformSettings.of(recipe).facts
+    parts = recipe.by_source
+    return {name: TransformSettings.of(parts[name]).facts for name in recipe.learnt}
 
 
 def same_loss(inputs: EvalInputs, model: draw.EvalModel) -> bool:

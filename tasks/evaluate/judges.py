@@ -1,4 +1,4 @@
-"""Judges: pictures and their prompts in, one score per picture out.
+"""Judges: pictures, their prompts and references in, one score per picture out.
 
 A judge is registered in JUDGES, or is a preference model (`evaluate.judges` with a path). CLIPScore
 and preference scores are the similarity of a picture and its prompt.
@@ -23,8 +23,10 @@ from tasks.evaluate.features import Clip
 
 #: Scores [N]: bool for pass or fail, else float. Higher is better.
 Scores = NDArray[Any]
-#: A function of pictures u8 [N, H, W, 3] and their N prompts.
-Judge = Callable[[NDArray[np.uint8], Sequence[str]], Scores]
+#: The first reference u8 [H, W, 3] of each picture of an edit model, else None.
+References = Sequence[NDArray[np.uint8] | None]
+#: A function of pictures u8 [N, H, W, 3], their N prompts and their N references.
+Judge = Callable[[NDArray[np.uint8], Sequence[str], References], Scores]
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,22 @@ class JudgeEntry:
     """Registered judges of one name. A judge imports its module when it is called."""
 
     judges: Mapping[str, Judge]  # metric name -> judge
-    parse: Callable[[str], object]  # raises ValueError for an unsupported prompt
+    #: Raises ValueError for an unsupported prompt; its second argument: has it a reference?
+    parse: Callable[[str, bool], object]
     side: int | None = None  # of the pictures that they support, in pixels; None: any
 
 
-def _shows_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+def _shows_digit(
+    images: NDArray[np.uint8], prompts: Sequence[str], references: References
+) -> Scores:
     from demo.digit_judges import judge_digit
 
-    return judge_digit(images, prompts)
+    return judge_digit(images, prompts, references)
 
 
-def _shows_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+def _shows_style(
+    images: NDArray[np.uint8], prompts: Sequence[str], references: References
+) -> Scores:
     from demo.digit_judges import judge_style
 
     return judge_style(images, prompts)
@@ -87,15 +94,23 @@ def open_judges(
     return judges
 
 
-def _preference(clip: Clip, images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+def _preference(
+    clip: Clip, images: NDArray[np.uint8], prompts: Sequence[str], references: References
+) -> Scores:
     """The judgement of a CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
     return preference_scores(clip.images(images), clip.texts(prompts), clip.logit_scale)
 
 
 def judge_pictures(
-    judges: Mapping[str, Judge], images: NDArray[np.uint8], prompts: Sequence[str]
+    judges: Mapping[str, Judge],
+    images: NDArray[np.uint8],
+    prompts: Sequence[str],
+    references: References = (),
 ) -> dict[str, Scores]:
     """Metric name -> scores [N] of pictures u8 [N, H, W, 3].
+
+    Args:
+        references: one per picture; none: no picture has one.
 
     Raises:
         Refused: a judge does not support these pictures.
@@ -103,7 +118,7 @@ def judge_pictures(
     scores = {}
     for name, judge in judges.items():
         try:
-            scores[name] = judge(images, prompts)
+            scores[name] = judge(images, prompts, references or [None] * len(prompts))
         except ValueError as error:
             raise Refused(f"{name}: {error}", setting="evaluate.judges") from None
     return scores

@@ -8,22 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
-from artifacts.image_shards import Sample, read_tar
 from artifacts.latent_shards import open_latents
 from artifacts.records import digest_json
-from artifacts.store import Artifact, Shard, Store
+from artifacts.store import Shard, Store
 from configs.settings.evaluate import Memorization
-from tasks.encode import crop_to_bucket
-from tasks.encode.crop_to_bucket import TransformSettings, bucket_sizes, is_holdout
-from tasks.encode.near_duplicates import SIDE, mirror_parts, near_any, thumbnail
-from tasks.evaluate import distances, memorization, metrics
+from tasks.encode.crop_to_bucket import TransformSettings
+from tasks.evaluate import distances, edits, memorization, metrics
 from tasks.evaluate.draw import read_losses, read_pictures
 from tasks.evaluate.features import (
     Clip,
@@ -38,98 +34,14 @@ from tasks.evaluate.features import (
     reference_features,
 )
 from tasks.evaluate.inception import Inception
-from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.judges import Judge, Scores, clip_scores, judge_pictures, open_judges
+from tasks.evaluate.inputs import EvalInputs, transforms_of
+from tasks.evaluate.judges import Judge, Scores, clip_scores, cosine, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
-from tasks.pictures import Pictures
+from tasks.evaluate.seen_pictures import Transformed, reference_pictures
 from tasks.progress import Report
 
 #: More pictures hardly change a distance, while the search through a large dataset is slow.
 LIMIT = 2000
-
-
-def reference_pictures(
-    pictures: Pictures,
-    settings: TransformSettings,
-    factor: int,
-    split: Split,
-    limit: int,
-    left_out: Set[str] = frozenset(),
-    *,
-    distinct: bool = False,
-) -> Iterator[tuple[str, Sample, NDArray[np.uint8]]]:
-    """The first `limit` pictures of a split: (path of the tar, sample, picture u8 [H, W, 3]).
-
-    Predicate and transform are those of the encode stage. A row's hash selects its shard, so the
-    first pictures are a random sample.
-
-    Args:
-        factor: sides are multiples of this many pixels.
-        left_out: sha256 (hex) of pictures that are not among them.
-        distinct: whether near-duplicates of an earlier one are left out: radii of precision and
-            recall end at neighbours, and copies would shrink them.
-
-    Raises:
-        Damaged: a tar has another sha256 than was committed.
-    """
-    if split == "holdout" and settings.holdout == 0:
-        return  # there is none, so no tar need be searched
-    buckets = bucket_sizes(settings, factor)
-    count = 0
-    earlier = mirror_parts(np.zeros((0, SIDE, SIDE), np.uint8))
-    for shard in pictures.shards:
-        for sample in shard.read():
-            if count == limit:
-                continue  # only to the end of the tar, which is checked there
-            sha256 = sample.source_sha256
-            if is_holdout(sha256, settings.holdout) != (split == "holdout"):
-                continue
-            if sha256.hex() in left_out:
-                continue
-            picture = _transformed(sample, settings, buckets)
-            if picture is None:
-                continue
-            if distinct:
-                grey = thumbnail(Image.fromarray(picture))[None]
-                if near_any(grey, earlier).any():
-                    continue
-                earlier = np.concatenate([earlier, mirror_parts(grey)], axis=1)
-            yield shard.path, sample, picture
-            count += 1
-        if count == limit:
-            return
-
-
-def find_pictures(
-    images: Artifact, wanted: set[tuple[str, str]], settings: TransformSettings, factor: int
-) -> dict[tuple[str, str], NDArray[np.uint8]]:
-    """Chosen pictures by (path of the tar, sample key); only their tars are read."""
-    buckets = bucket_sizes(settings, factor)
-    pictures = {}
-    for entry in images.files:
-        keys = {key for path, key in wanted if path == entry.path}
-        if not keys:
-            continue
-        for sample in read_tar(images.url(entry.path), entry.sha256):
-            if sample.key in keys:
-                picture = _transformed(sample, settings, buckets)
-                if picture is not None:
-                    pictures[entry.path, sample.key] = picture
-    return pictures
-
-
-def _transformed(
-    sample: Sample, settings: TransformSettings, buckets: list[crop_to_bucket.Size]
-) -> NDArray[np.uint8] | None:
-    """The picture u8 [H, W, 3] as the VAE received it; None if the encode stage left it out."""
-    try:
-        image = crop_to_bucket.decode(sample.image, settings.max_pixels)
-        about = (sample.source_sha256, sample.meta, settings, buckets)
-        seen = crop_to_bucket.transform(image, *about)
-    except crop_to_bucket.BadSample:
-        return None
-    pixels = seen[0].pixels.transpose(1, 2, 0)
-    return np.asarray(((pixels + 1.0) * 127.5).round().astype(np.uint8))
 
 
 log = logging.getLogger("kiln")
@@ -163,6 +75,7 @@ class MetricSuite:
 
     rounds: tuple[metrics.PromptSets, ...]
     compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out pictures
+    learnt: Sequence[str]  # sources of a mixture without regularisation
     judges: Mapping[str, Judge]  # by metric name
     #: For held-out samples; that for drawn pictures has their prompts.
     resampling: distances.Resampling
@@ -171,28 +84,35 @@ class MetricSuite:
     held_out: References
     training: References
     memorization: Memorization
+    files: edits.Files = field(default_factory=dict)  # of the prompts' pictures
+    edited: Mapping[str, Float32] = field(
+        default_factory=dict
+    )  # place -> its features [D] by IMAGE
 
     @classmethod
     def of(cls, inputs: EvalInputs, store: Store, progress: Report) -> MetricSuite:
         """The metrics of a recipe. Raises Refused if a model fails to load."""
         settings = inputs.recipe.evaluate
         models = inputs.measuring
-        rounds = metrics.prompt_rounds(settings, inputs.rounds)
-        prompts = metrics.all_prompts(*rounds)
-        clip = Clip(models.clip, settings.device)
+        rounds = inputs.prompts
+        prompts = [prompt.text for prompt in metrics.all_prompts(*rounds)]
+        clip = Clip(models.clip, settings.measuring_device)
         clip.tell_cut_prompts(prompts)
         image: ImageEncoder = WholePictures(clip)
         if models.image_encoder is not None:
-            image = open_image_encoder(models.image_encoder, settings.device)
+            image = open_image_encoder(models.image_encoder, settings.measuring_device)
         searching: dict[str, ImageEncoder] = {IMAGE: image, PIXELS: Pixels()}  # of memorisation
         encoders = {CLIP: clip, **searching}
         if models.inception is not None:
-            encoders[INCEPTION] = Inception(models.inception, settings.device)
-        judges = open_judges(settings.judges, models.preference_models, settings.device, prompts)
+            encoders[INCEPTION] = Inception(models.inception, settings.measuring_device)
+        judges = open_judges(
+            settings.judges, models.preference_models, settings.measuring_device, prompts
+        )
         limit = settings.memorization.pictures
         return cls(
             rounds=rounds,
             compared=metrics.compared_sets(settings),
+            learnt=inputs.recipe.learnt,
             judges=judges,
             resampling=distances.Resampling(settings.bootstrap, settings.seed),
             encoders=encoders,
@@ -200,6 +120,8 @@ class MetricSuite:
             held_out=_references(inputs, store, encoders, "holdout", LIMIT, progress),
             training=_references(inputs, store, searching, "train", limit, progress),
             memorization=settings.memorization,
+            files=inputs.files,
+            edited=_features_of_files(inputs.files, metrics.all_prompts(*rounds), image),
         )
 
     @property
@@ -230,15 +152,18 @@ class MetricSuite:
             drawn: its shard of each round, by `draw`.
             model: the model's name for the progress, such as "base".
         """
-        features, scores = self._look(store, drawn, model, progress)
+        features, scores, kept = self._look(store, drawn, model, progress)
         count = self.resampling.count  # with a large encoder's features, this takes some seconds
         log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
         similarity = clip_scores(features[CLIP], self.text_features)
         every = self._of_pictures(range(len(self.prompts)))
         whole = {metrics.CLIP_SCORE: distances.mean(similarity, every)}
         estimates = whole | self._by_set(metrics.CLIP_SCORE, similarity)
+        estimates |= self._similarities(features[IMAGE], kept)
         estimates |= self._distances(features)
-        estimates |= metrics.holdout_losses(read_losses(store, drawn[0]), self.resampling)
+        estimates |= metrics.holdout_losses(
+            read_losses(store, drawn[0]), self.learnt, self.resampling
+        )
         closest = self.nearest_training(features)
         if closest is not None:
             estimates |= closest.metrics(self.memorization, every)
@@ -248,25 +173,80 @@ class MetricSuite:
 
     def _look(
         self, store: Store, drawn: Sequence[Shard], model: str, progress: Report
-    ) -> tuple[dict[str, Float32], dict[str, Scores]]:
-        """Features by each encoder and scores by each judge, one row per picture."""
+    ) -> tuple[dict[str, Float32], dict[str, Scores], dict[int, float]]:
+        """Features by each encoder and scores by each judge, one row per picture.
+
+        And kept_similarity by the numbers of the pictures whose prompts have a mask.
+        """
         features: dict[str, list[Float32]] = {name: [] for name in self.encoders}
         scores: dict[str, list[Scores]] = {name: [] for name in self.judges}
+        kept: dict[int, float] = {}
         prompts = metrics.all_prompts(*self.rounds)
         start = 0
         for pictures in batches(read_pictures(store, *drawn), BATCH):
             for name, encoder in self.encoders.items():
                 features[name].append(encoder.images(pictures))
+            asked = prompts[start : start + len(pictures)]
+            kept |= self._kept(start, pictures, asked)
             if self.judges:
-                asked = prompts[start : start + len(pictures)]
-                judged = judge_pictures(self.judges, np.stack(pictures), asked)
+                texts = [prompt.text for prompt in asked]
+                references = [self._first_reference(prompt) for prompt in asked]
+                judged = judge_pictures(self.judges, np.stack(pictures), texts, references)
                 for name, batch in judged.items():
                     scores[name].append(batch)
             start += len(pictures)
             total = len(prompts)
             progress(start, total, f"{start:,} of {total:,} pictures of the {model} measured")
         by_encoder = {name: np.concatenate(rows) for name, rows in features.items()}
-        return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
+        return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}, kept
+
+    def _first_reference(self, prompt: edits.Prompt) -> edits.Picture | None:
+        return self.files[prompt.references[0]].read() if prompt.references else None
+
+    def _kept(
+        self, start: int, pictures: Sequence[edits.Picture], prompts: Sequence[edits.Prompt]
+    ) -> dict[int, float]:
+        """kept_similarity of the pictures from number `start` on whose prompts have a mask."""
+        kept = {}
+        for number, (picture, prompt) in enumerate(zip(pictures, prompts, strict=True), start):
+            before = self._first_reference(prompt) if prompt.mask is not None else None
+            if before is not None and prompt.mask is not None:
+                mask = self.files[prompt.mask].read()
+                kept[number] = edits.kept_similarity(picture, before, mask)
+        return kept
+
+    def _similarities(
+        self, features: Float32, kept: Mapping[int, float]
+    ) -> dict[str, distances.Estimate]:
+        """The likeness of each picture to its target and to its references, overall and by set.
+
+        Args:
+            features: [N, D] of all pictures by IMAGE.
+            kept: kept_similarity by the numbers of some pictures.
+        """
+        to_target: dict[int, float] = {}
+        to_references: dict[int, float] = {}
+        for number, prompt in enumerate(metrics.all_prompts(*self.rounds)):
+            if prompt.target is not None:
+                to_target[number] = self._likeness(features[number], [prompt.target])
+            if prompt.references:
+                to_references[number] = self._likeness(features[number], prompt.references)
+        values = (to_target, to_references, kept)
+        sets = metrics.pictures_by_set(*self.rounds)
+        estimates: dict[str, distances.Estimate] = {}
+        for name, by_number in zip(metrics.SIMILARITIES, values, strict=True):
+            named = {f"{name}/{which}": numbers for which, numbers in sets.items()}
+            for key, numbers in {name: [*by_number], **named}.items():
+                chosen = [number for number in numbers if number in by_number]
+                if chosen:
+                    own = np.array([by_number[number] for number in chosen])
+                    estimates[key] = distances.mean(own, self._of_pictures(chosen))
+        return estimates
+
+    def _likeness(self, features: Float32, places: Sequence[str]) -> float:
+        """The mean cosine of a picture's features [D] with those of other pictures."""
+        others = np.stack([self.edited[place] for place in places])
+        return float(cosine(np.broadcast_to(features, others.shape), others).mean())
 
     def _by_set(self, name: str, scores: Scores) -> dict[str, distances.Estimate]:
         summary = distances.share if scores.dtype == bool else distances.mean
@@ -344,7 +324,6 @@ def _references(
     limit: int,
     progress: Report,
 ) -> References:
-    settings = TransformSettings.of(inputs.recipe)
     latents = open_latents(inputs.latents.uri)
     factor = latents.info["size_step"]
     chosen = inputs.held_out
@@ -359,7 +338,7 @@ def _references(
     facts = {
         "images": chosen.images.digest,
         **({"choice": chosen.digest} if chosen.digest is not None else {}),
-        "transform": vars(settings),
+        "transform": transforms_of(inputs.recipe),
         "factor": factor,
         "split": split,
         "limit": limit,
@@ -367,9 +346,17 @@ def _references(
     }
     distinct = split == "holdout" and inputs.recipe.encode.leave_out_copies
     facts |= {"distinct": True} if distinct else {}
-    pictures = reference_pictures(
-        chosen, settings, factor, split, limit, left_out, distinct=distinct
+    parts = inputs.recipe.by_source
+    each = limit // len(chosen.by_source)
+    pictures: Iterator[Transformed] = chain.from_iterable(
+        reference_pictures(
+            *(some, TransformSettings.of(parts[source]), factor, split, each, left_out),
+            distinct=distinct,
+        )
+        for source, some in chosen.by_source.items()
     )
+    if inputs.recipe.sources:  # one may be like another
+        pictures = _once(pictures)
     digests = inputs.measuring.digests()  # its names CLIP and INCEPTION are ours
     digests[IMAGE] = f"whole pictures {digests.get('image_encoder', digests['clip'])}"
     digests[PIXELS] = Pixels.digest
@@ -379,3 +366,23 @@ def _references(
         progress(done, total, f"{done:,} of {total:,} {name} pictures measured")
 
     return reference_features(store, models, digests, facts, pictures, tell)
+
+
+def _features_of_files(
+    files: edits.Files, prompts: Sequence[edits.Prompt], encoder: ImageEncoder
+) -> dict[str, Float32]:
+    """Place -> features [D] of each reference and target; files of equal content are one."""
+    places = {place for p in prompts for place in (*p.references, *filter(None, (p.target,)))}
+    by_content = {files[place].sha256: files[place] for place in sorted(places)}
+    rows = encoder.images(file.read() for file in by_content.values()) if places else ()
+    features = dict(zip(by_content, rows, strict=True))
+    return {place: features[files[place].sha256] for place in places}
+
+
+def _once(pictures: Iterator[Transformed]) -> Iterator[Transformed]:
+    """The pictures without those of equal bytes in an earlier source."""
+    seen = set[bytes]()
+    for path, sample, picture in pictures:
+        if sample.source_sha256 not in seen:
+            seen.add(sample.source_sha256)
+            yield path, sample, picture

@@ -21,14 +21,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import ValidationError
 
 from artifacts.errors import is_forbidden, is_outage
 from artifacts.models import IGNORED, cache_folder, digest_model, digest_model_file, resolve_model
 from artifacts.records import Damaged, digest_json, distrust, read_checked, read_record
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
+from configs.explain_errors import explain
+from configs.settings.data import Encode
+from configs.settings.recipe import Model
+from runtimes.adapters import read_layouts
 from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
+from runtimes.pipeline_folder.single_file import resolve_base
 from tasks import build_or_reuse as stage
 from tasks.child_process import run_job
 from tasks.evaluate import draw
@@ -36,10 +42,13 @@ from tasks.evaluate.distances import Estimates, from_npz
 from tasks.evaluate.draw import EvalModel, RunJob, digest_eval_model, digest_pipeline
 from tasks.evaluate.inputs import EvalInputs, fingerprint, same_loss, sampling_specs
 from tasks.evaluate.measure import MetricSuite, memory_released
-from tasks.evaluate.metrics import with_ranges
+from tasks.evaluate.metrics import on_sibling, with_ranges
 from tasks.evaluate.stage import Measurement, read_estimates
 from tasks.progress import Progress
 from tasks.trained_weights import TrainedWeights
+
+#: The config of a published ControlNet; adapters have none.
+CONTROL = "config.json"
 
 
 def load_published_model(folder: Path) -> EvalModel:
@@ -48,7 +57,7 @@ def load_published_model(folder: Path) -> EvalModel:
     Raises:
         Damaged: a file differs from its manifest; a folder without a manifest is not checked.
         Refused, Away: the base of the adapters is missing, or does not answer now.
-        Refused: the folder has neither a pipeline nor adapters.
+        Refused: the folder has neither a pipeline, adapters nor a ControlNet.
     """
     try:
         manifest = read_record(LocalFileSystem(), str(folder / MANIFEST))
@@ -69,15 +78,20 @@ def load_published_model(folder: Path) -> EvalModel:
 
 def find_parts(folder: Path) -> EvalModel:
     """As `load_published_model`, without reading the weights: the digest is empty."""
-    evaluated = _section(folder, "evaluate")
+    sections = _section(folder, "evaluate"), _section(folder, "encode")
+    reading = _reading(folder)
     if (folder / "model_index.json").is_file():
-        base = Base.open(folder)
-        return EvalModel("", base, TrainedWeights(_trained_texts(base), None), evaluated)
+        base = Base.open(folder, **reading)
+        return EvalModel("", base, TrainedWeights(_trained_texts(base), None), *sections)
     lora = folder / LORA_WEIGHTS
-    if not lora.is_file():
-        raise Refused(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
+    has_control = (folder / CONTROL).is_file()
+    if not lora.is_file() and not has_control:
+        raise Refused(f"{folder}: neither a pipeline, adapters ({LORA_WEIGHTS}) nor a ControlNet")
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
-    return EvalModel("", _base_of(folder), TrainedWeights(own, lora), evaluated)
+    base = replace(_base_of(folder), **reading)
+    if has_control:
+        return EvalModel("", base, TrainedWeights({**own, "controlnet": folder}), *sections)
+    return EvalModel("", base, TrainedWeights(own, lora), *sections)
 
 
 def is_complete_here(folder: Path) -> bool:
@@ -100,6 +114,12 @@ def _damaged(folder: Path, path: str) -> Damaged:
 
 
 def _digest(folder: Path, model: EvalModel) -> str:
+    if "controlnet" in model.weights.parts:
+        files = [*folder.glob("*.safetensors"), folder / CONTROL]
+        content = {path.name: digest_model_file(path) for path in sorted(files)}
+        parts = tuple(name for name in model.weights.parts if name != "controlnet")
+        content |= {"parts": digest_model(folder, parts)} if parts else {}
+        return digest_eval_model(model.base, content)
     if model.weights.lora is not None:
         own = digest_model(folder, (LORA_WEIGHTS, *model.weights.parts))
         return digest_eval_model(model.base, own)
@@ -117,6 +137,16 @@ def _trained_texts(base: Base) -> dict[str, Path]:
     if not _section(base.folder, "train").get("train_text_encoder"):
         return {}
     return {name: base.part(name) for name in base.family.clip_encoders}
+
+
+def _reading(folder: Path) -> dict[str, Any]:
+    """`Encode.reading` of the folder's recipe; that of a pipeline in diffusers without one."""
+    encode = _section(folder, "encode")
+    named = {name: encode[name] for name in ("max_tokens", "captions") if encode.get(name)}
+    try:
+        return Encode.model_validate(named).reading
+    except ValidationError as error:
+        raise Refused(explain(f"{folder}/{stage.RECIPE}: encode", error, named, Encode)) from None
 
 
 def _section(folder: Path, name: str) -> dict[str, Any]:
@@ -141,11 +171,12 @@ def _base_of(folder: Path) -> Base:
     """The base in the recipe of a folder's adapters."""
     try:
         model = _base_settings(folder)
-        # A number names a descriptor to the operating system, and no file to us: fspath refuses it.
-        path = resolve_model(os.fspath(model["path"]), revision=model.get("revision"))
+        # A number names a descriptor to the operating system, and no file to us: Model refuses it.
+        named = {name: model.get(name) for name in ("revision", "components")}
+        path = resolve_base(Model(path=model["path"], **named))
         place = model.get("vae")
         vae = None if place is None else resolve_model(os.fspath(place))
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValidationError):
         raise Refused(f"{folder}/{stage.RECIPE} does not name the base of its adapters") from None
     except (Refused, Away) as error:
         raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None
@@ -216,13 +247,31 @@ class ChampionEvaluation(Measurement):
         if not same_loss(self.data, self.model):
             # The model may not even accept our latents.
             specs[0] = replace(specs[0], job=replace(specs[0].job, latents=None, holdout={}))
-        drawn = [*chain(*(draw.draw([self.model], s, draft, self.run, progress) for s in specs))]
+        run = self.runner(draft)
+        drawn = [*chain(*(draw.draw([self.model], s, draft, run, progress) for s in specs))]
+        moved = self.draw_on_sibling([self.model], draft, progress) if self._fits_sibling() else []
         suite = MetricSuite.of(self.data, draft.store, progress)
         metrics = suite.measure(draft.store, drawn, "champion", progress).metrics
+        for rounds in moved:
+            there = suite.measure(draft.store, rounds, "champion on the sibling", progress)
+            metrics |= on_sibling(there.metrics)
         finite = {name: metric for name, metric in metrics.items() if np.isfinite(metric.value)}
         if lost := sorted(metrics.keys() - finite.keys()):
             log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
-        return self.write(draft, suite, {"tuned": drawn}, {"tuned": finite}, {})
+        pictures = {"tuned": drawn, **on_sibling(dict(zip(("tuned",), moved, strict=False)))}
+        return self.write(draft, suite, pictures, {"tuned": finite}, {})
+
+    def _fits_sibling(self) -> bool:
+        """Whether the model has adapters, and the sibling their layers: its base may be another."""
+        lora, sibling = self.model.weights.lora, self.data.measuring.sibling
+        if lora is None or sibling is None:
+            return False
+        try:
+            read_layouts.read_file(lora, sibling, str(lora))
+        except Refused as error:
+            log.warning("evaluate: the champion is not measured on evaluate.model: %s", error)
+            return False
+        return True
 
 
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:

@@ -6,37 +6,55 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Refused
-from configs.settings.evaluate import Evaluate, PreferenceModel
+from configs.settings.evaluate import Edit, Evaluate, PreferenceModel
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
+from runtimes.families import families_with_references
 from runtimes.pipeline_folder.folder import Base
+from runtimes.pipeline_folder.weights import weight_shapes
 from runtimes.sample import sampling_inputs
 from tasks.build_or_reuse import BOOTSTRAP, GRID, METRICS, Stage
 from tasks.child_process import run_job
 from tasks.code_version import runtime_facts
 from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.crop_to_bucket import TransformSettings
-from tasks.evaluate import draw, measure, metrics
+from tasks.evaluate import draw, edits, measure, metrics
 from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
-from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_specs
+from tasks.evaluate.draw_on_hosts import DrawOnHosts
+from tasks.evaluate.inputs import (
+    VERSION,
+    EvalInputs,
+    fingerprint,
+    same_loss,
+    sampling_specs,
+    sibling_facts,
+    sibling_specs,
+    texts_of,
+)
 from tasks.evaluate.judges import JUDGES, judge_names
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
-from tasks.panels import Chart, Panel, PicturePanel, Table
+from tasks.evaluate.seen_pictures import find_pictures
+from tasks.hosts.choose import Hosts
+from tasks.panels import Chart, Panel, PicturePanel, Table, to_png
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
+from tasks.train import adapted_shapes, check_guidance
 from tasks.trained_weights import local_weights
 
 PAIRS = "closest_pairs.png"
+#: Name in metrics.json: model -> source of a mixture -> held-out loss in each band of noise.
+LEVELS = "holdout_loss_by_level"
 MODELS = ("base", "tuned")
 log = logging.getLogger("kiln")
 
@@ -44,16 +62,19 @@ log = logging.getLogger("kiln")
 def settings_for_key(recipe: Recipe, rounds: int = 1) -> dict[str, Any]:
     """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
     first, *more = metrics.prompt_rounds(recipe.evaluate, rounds)
+    listed = metrics.all_prompts(first, *more)
     return {
         **recipe.evaluate.key_settings(),
         # A digest sorts names, and a picture's number selects its noise.
         "sets": list(recipe.evaluate.prompts),
-        "prompts": {name: list(prompts) for name, prompts in first.items()},
-        **({"more_rounds": more} if more else {}),
+        "prompts": texts_of(first),
+        **({"more_rounds": [*map(texts_of, more)]} if more else {}),
+        **edits.key_facts(listed, edits.read_files(listed)),
         "judges": judge_names(recipe.evaluate.judges),
         "compared": metrics.compared_sets(recipe.evaluate),
-        "reference": asdict(TransformSettings.of(recipe)),
+        "reference": TransformSettings.of(recipe).facts,
         "holdout_loss": recipe.train.holdout_loss_inputs,
+        **sibling_facts(recipe),
     }
 
 
@@ -73,17 +94,29 @@ def check(recipe: Recipe) -> None:
         names = metrics.by_set(judge, recipe.evaluate.prompts)
         if judge in metrics.LOWER_IS_BETTER or any(known[name] > 1 for name in names):
             raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
-    prompts = [*chain(*metrics.listed_prompts(recipe.evaluate).values())]
+    lists = metrics.listed_prompts(recipe.evaluate)
+    held_out = {name for name, chosen in recipe.evaluate.prompts.items() if chosen.held_out}
+    prompts = [*chain(*(own for name, own in lists.items() if name not in held_out))]
+    _check_edits(recipe, held_out, prompts)
     for name in recipe.evaluate.judges:
         if isinstance(name, PreferenceModel):
             continue
         try:
             for prompt in prompts:
-                JUDGES[name].parse(prompt)
+                JUDGES[name].parse(prompt.text, bool(prompt.references))
         except ValueError as error:
             raise Refused(
                 f"{name}: {error}; for other prompts leave {name} out", setting="evaluate.judges"
             ) from None
+
+
+def _check_edits(recipe: Recipe, held_out: set[str], prompts: Sequence[edits.Prompt]) -> None:
+    """Raise Refused for prompts with references that cannot be drawn or are no pictures."""
+    for name in sorted(held_out):
+        if not any(part.encode.holdout for part in recipe.by_source.values()):
+            where = f"evaluate.prompts.{name}.held_out"
+            raise Refused("no sample is held out: raise encode.holdout", setting=where)
+    edits.read_files(prompts)
 
 
 def check_drawn_size(settings: Evaluate, base: Base) -> None:
@@ -100,6 +133,39 @@ def check_drawn_size(settings: Evaluate, base: Base) -> None:
                 f"{size[1]}: set evaluate.height and width, or leave {judge} out",
                 setting="evaluate.judges",
             )
+
+
+def check_references(settings: Evaluate, base: Base) -> None:
+    """Raise Refused for prompts with more references than the model reads."""
+    most = base.family.max_references
+    for name, chosen in settings.prompts.items():
+        edits_of_set = [prompt for prompt in chosen.prompts if isinstance(prompt, Edit)]
+        count = max((len(edit.references) for edit in edits_of_set), default=0)
+        if count > most:
+            raise Refused(
+                f"a prompt has {count} reference{'s' if count > 1 else ''}, and a model of family "
+                f"{base.family.name} reads {most or 'none'}; {families_with_references()}",
+                setting=f"evaluate.prompts.{name}",
+            )
+
+
+def check_sibling(recipe: Recipe, base: Base, sibling: Base) -> None:
+    """Raise Refused if the adapters of a base do not fit its sibling, or captions differ there."""
+    if sibling.family.name != base.family.name:
+        raise Refused(f"it is of family {sibling.family.name}, the base is of {base.family.name}")
+    theirs = adapted_shapes(recipe.train, sibling)
+    for name, shape in adapted_shapes(recipe.train, base).items():
+        if (found := theirs.get(name)) != shape:
+            has = "has no such layer" if found is None else f"has {found}"
+            raise Refused(f"its shapes differ: {name} is {shape} in the base, and it {has}")
+    for encoder in base.family.text_encoders:
+        part = encoder.component
+        classes = [some.class_of(part) for some in (base, sibling)]
+        stored = [weight_shapes(some.part(part)) for some in (base, sibling)]
+        if classes[0] != classes[1] or stored[0] != stored[1]:
+            raise Refused(f"its {part} is another one than the base's: captions mean other numbers")
+    check_drawn_size(recipe.evaluate, sibling)
+    check_guidance(recipe.evaluate.on_sibling, sibling, "evaluate.model.")
 
 
 @dataclass(frozen=True)
@@ -121,6 +187,23 @@ class Measurement(Stage):
     def parents(self) -> dict[str, Artifact]:
         """The reference data."""
         return {"images": self.data.images, "latents": self.data.latents}
+
+    def runner(self, draft: Draft) -> RunJob:
+        """What runs the jobs that draw: `run`, or hosts of the recipe's cluster. Raises Refused."""
+        hosts = Hosts.of(self.data.recipe, STAGE)
+        return self.run if hosts is None else DrawOnHosts(hosts, draft)
+
+    def draw_on_sibling(
+        self, models: Sequence[draw.EvalModel], draft: Draft, progress: Progress
+    ) -> list[tuple[Shard, ...]]:
+        """Each model's pictures on the sibling, of each round; nothing without a sibling."""
+        sibling = self.data.measuring.sibling
+        if sibling is None:
+            return []
+        moved = [model.on(sibling) for model in models]
+        specs = sibling_specs(self.data)
+        shards = (draw.draw(moved, spec, draft, self.runner(draft), progress) for spec in specs)
+        return [*zip(*shards, strict=True)]
 
     def write(
         self,
@@ -178,25 +261,40 @@ class EvaluateStage(Measurement):
         cuts = tell_cut_prompts(STAGE, data.base, [p for s in specs for p in s.job.prompts])
         with local_weights(self.trained) as weights:
             models = [data.model(), data.model(self.trained, weights)]
-            shards = [draw.draw(models, spec, draft, self.run, progress) for spec in specs]
+            run = self.runner(draft)
+            shards = [draw.draw(models, spec, draft, run, progress) for spec in specs]
+            moved = self.draw_on_sibling(models, draft, progress)
         drawn = dict(zip(MODELS, zip(*shards, strict=True), strict=True))
         suite = measure.MetricSuite.of(data, store, progress)
         log.info("evaluate: measuring %d pictures per model", len(suite.prompts))
         base = suite.measure(store, drawn["base"], "base", progress)
         tuned = suite.measure(store, drawn["tuned"], "tuned model", progress)
         measured = {"base": base.metrics, "tuned": tuned.metrics}
+        for model, rounds in zip(MODELS, moved, strict=False):
+            name = f"{model}{metrics.SIBLING}"
+            drawn[name] = rounds
+            on_sibling = suite.measure(store, rounds, name, progress).metrics
+            measured[model] = {**measured[model], **metrics.on_sibling(on_sibling)}
         _check_finite(measured)
+        levels = {
+            model: metrics.losses_by_level(draw.read_losses(store, drawn[model][0]))
+            for model in MODELS
+        }
         if not same_loss(data, models[0]):
+            del levels["base"]
             log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
-            known = {n: e for n, e in base.metrics.items() if not n.startswith(HOLDOUT_LOSS)}
-            measured["base"] = known
-        draft.write(GRID, _grid(store, drawn, suite.rounds[0]))
-        compared = differences(tuned.metrics, measured["base"])
+            known = measured["base"].items()
+            measured["base"] = {n: e for n, e in known if not n.startswith(HOLDOUT_LOSS)}
+        rows = {model: drawn[model] for model in MODELS}
+        draft.write(GRID, _grid(store, rows, suite.rounds[0], data.files))
+        compared = differences(measured["tuned"], measured["base"])
         facts = {
             "differences": {name: {"base": estimate} for name, estimate in compared.items()},
             "memorization": self._memorization(suite, drawn["tuned"], tuned, draft),
+            **({LEVELS: levels} if levels["tuned"] else {}),
         }
         named = {"cut": cuts, "measured_by": measured_by(data.recipe)}
+        named |= _write_beside(draft, suite.rounds[0], data.files)
         return self.write(draft, suite, drawn, measured, facts) | named
 
     def _memorization(
@@ -211,15 +309,18 @@ class EvaluateStage(Measurement):
         if tuned.nearest is None:
             return facts
         pairs = closest_pairs(tuned.nearest, suite.training["image"])
-        settings = TransformSettings.of(self.data.recipe)
+        parts = self.data.recipe.by_source
         factor = open_latents(self.data.latents.uri).info["size_step"]
         wanted = {(pair.tar, pair.key) for pair in pairs}
-        training = measure.find_pictures(self.data.training.images, wanted, settings, factor)
+        training: dict[tuple[str, str], Any] = {}
+        for source, pictures in self.data.training.by_source.items():
+            settings = TransformSettings.of(parts[source])
+            training |= find_pictures(pictures.images, wanted, settings, factor)
         samples = draw.read_chosen(draft.store, {pair.sample for pair in pairs}, *drawn)
         shown = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
         draft.write(PAIRS, render_pairs(shown))
         prompts = metrics.all_prompts(*suite.rounds)
-        closest = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
+        closest = [{**vars(pair), "prompt": prompts[pair.sample].text} for pair in pairs]
         return {**facts, "closest_pairs": closest}
 
     def facts(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -252,6 +353,9 @@ class EvaluateStage(Measurement):
                 metrics.metric_rows(measured, compared),
             ),
         ]
+        if levels := artifact.summary.get(LEVELS):
+            heading = "Held-out loss by source and noise level, from the least noise to the most"
+            panels.append(Table(heading, metrics.level_rows(levels)))
         return panels + show_closest_pairs(artifact)
 
 
@@ -300,17 +404,54 @@ def show_closest_pairs(artifact: Artifact) -> list[Panel]:
     ]
 
 
-def _grid(store: Store, rounds: Mapping[str, Sequence[Shard]], sets: metrics.PromptSets) -> bytes:
-    """The first picture of each prompt of the first round."""
-    prompts = metrics.all_prompts(sets)
-    chosen = {
-        name: [numbers[0] + number for number in draw.choose(sets[name])]
+def _shown(sets: metrics.PromptSets, limit: int = draw.COLUMNS) -> dict[str, list[int]]:
+    """Prompt set name -> the number of the first picture of each prompt."""
+    return {
+        name: [numbers[0] + number for number in draw.choose(sets[name], limit)]
         for name, numbers in metrics.pictures_by_set(sets).items()
     }
+
+
+def _write_beside(draft: Draft, sets: metrics.PromptSets, files: edits.Files) -> dict[str, Any]:
+    """Write references and targets of the pictures that are shown, and name them for a summary."""
+    prompts = metrics.all_prompts(sets)
+    if not files:
+        return {}
+    named: dict[str, dict[str, dict[str, str]]] = {}
+    for name, numbers in _shown(sets, draw.SHOWN).items():
+        named[name] = {}
+        for number in numbers:
+            pictures = edits.beside(prompts[number], files)
+            named[name][str(number)] = kinds = {}
+            for kind, picture in pictures.items():
+                kinds[kind] = f"{draw.BESIDE_FOLDER}/{number:05d}-{kind}.png"
+                draft.write(kinds[kind], to_png(Image.fromarray(picture)))
+    return {draw.BESIDE_FOLDER: named, "prompts": texts_of(sets)}
+
+
+def _grid(
+    store: Store,
+    rounds: Mapping[str, Sequence[Shard]],
+    sets: metrics.PromptSets,
+    files: edits.Files,
+) -> bytes:
+    """The first picture of each prompt of the first round, with its references and target."""
+    prompts = metrics.all_prompts(sets)
+    chosen = _shown(sets)
     wanted = {number for numbers in chosen.values() for number in numbers}
     drawn = {name: draw.read_chosen(store, wanted, first) for name, (first, *_) in rounds.items()}
     columns: dict[str, list[draw.Column]] = {
-        name: [(prompts[n], {model: shown[n] for model, shown in drawn.items()}) for n in numbers]
+        name: [(prompts[n].text, _column(prompts[n], n, drawn, files)) for n in numbers]
         for name, numbers in chosen.items()
     }
     return draw.render(columns)
+
+
+def _column(
+    prompt: edits.Prompt,
+    number: int,
+    drawn: Mapping[str, Mapping[int, edits.Picture]],
+    files: edits.Files,
+) -> dict[str, edits.Picture]:
+    pictures = {model: shown[number] for model, shown in drawn.items()}
+    return pictures | edits.beside(prompt, files)

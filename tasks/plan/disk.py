@@ -16,8 +16,9 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks.download.shard import STAGE as DOWNLOAD
 from tasks.encode.crop_to_bucket import STAGE as ENCODE
-from tasks.plan.gpu import TYPICAL_MFU, memory_of
+from tasks.plan.gpu_time import TYPICAL_MFU
 from tasks.plan.plan import estimate_disk
+from tasks.plan.shipped_plans import memory_of
 from tasks.progress import bytes_in_words
 
 log = logging.getLogger("kiln")
@@ -31,6 +32,7 @@ def check_disk(
     stages: Sequence[StageName],
     shards: Collection[str],
     trials: Sequence[Recipe] = (),
+    references: int = 0,
 ) -> None:
     """Log what a run needs, and raise Refused if a local store's disk cannot hold it.
 
@@ -41,11 +43,12 @@ def check_disk(
         stages: those that the run builds.
         shards: keys of the planned shards.
         trials: recipes of a sweep.
+        references: the number of distinct references of the rows.
 
     Raises:
         Refused: the base's configs are invalid.
     """
-    whole = left = estimate_disk(recipe, base, rows, stages, trials)
+    whole = left = estimate_disk(recipe, base, rows, stages, trials, references=references)
     needed, words = _needed(recipe.plan.disk_gb, whole, left)
     free = free_bytes(store)
     if free is not None and needed > free:

@@ -1,13 +1,14 @@
 """What the plans of all kinds of accelerator share: duration, disk, cost and their cache.
 
 The disk that a run needs is estimated by stage, from rows, sizes and the base's weight shapes.
-docs/scale.md has the arithmetic. Every row counts as a picture with a caption of its own, so that
-lists with failures and equal captions need less.
+docs/large-lists.md has the arithmetic. Every row counts as a picture with a caption of its own,
+so that lists with failures and equal captions need less.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +19,23 @@ from typing import Any
 from artifacts.models import files_below, resolve_configs
 from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
-from configs.errors import Refused
-from configs.settings.data import Encode
-from configs.settings.recipe import Model, Publish, Recipe, StageName
+from configs.errors import Away, Refused
+from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
+from configs.settings.data import Download, Encode, references_of
+from configs.settings.recipe import Publish, Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
 from runtimes.families import Family, family_named
-from runtimes.pipeline_folder.folder import Base
+from runtimes.pipeline_folder.folder import CHUNKS, Base
+from runtimes.pipeline_folder.single_file import resolve_base
 from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
 from runtimes.process.questions import GpuStepRequest, TpuStepRequest
+from runtimes.sample.reference_pictures import ReferenceLimits
+from tasks.download.references import recipe_of_references
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
+from tasks.train import control_shapes
 
+log = logging.getLogger("kiln")
 #: Receives a message before each computation, which takes seconds to minutes.
 Say = Callable[[str], None]
 
@@ -80,7 +87,7 @@ class TrainingPlan(ABC):
     @property
     def bytes_per_picture(self) -> int:
         """Stored bytes per picture with one caption."""
-        return self.latent_bytes + self.caption_bytes
+        return self.latent_bytes + self.recipe.encode.variants * self.caption_bytes
 
     @property
     def latent_bytes(self) -> int:
@@ -118,19 +125,37 @@ def caption_bytes(encode: Encode, info: Mapping[str, Any]) -> int:
         info: of the encoders, `Base.encoders`.
     """
     if encode.text == "token_ids":
-        return int(4 * len(family_named(info["family"]).clip) * info["tokens"])
+        marks = 2 * (CHUNKS[encode.max_tokens] - 1)  # between the chunks
+        return int(4 * len(family_named(info["family"]).clip) * (info["tokens"] + marks))
     return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
 
 
-def open_configs(model: Model) -> Base:
+def open_configs(recipe: Recipe) -> Base:
     """The base with the recipe's VAE; from a model on the hub, only configs are fetched.
+
+    Those of the shipped recipes' models are there without the hub, or access to the model.
 
     Raises:
         Refused: the base or the VAE does not exist.
         Refused: the base is no pipeline of a known family.
+        Away: the hub or a store does not answer now.
     """
-    folder = resolve_configs(model.path, revision=model.revision)
-    return Base.open(folder, None if model.vae is None else resolve_configs(model.vae))
+    model = recipe.model
+    try:
+        folder = resolve_base(model, configs=True)
+        vae = None if model.vae is None else resolve_configs(model.vae)
+    except (Refused, Away) as error:
+        shipped = [load_recipe(name).model for name in recipe_names()]
+        if (model.path, model.vae) not in [(known.path, known.vae) for known in shipped]:
+            raise
+        log.warning("%s; the plan is made of the configs that come with Kilnworks", error)
+        folder = _shipped_configs(model.path)
+        vae = None if model.vae is None else _shipped_configs(model.vae)
+    return Base.open(folder, vae, **recipe.encode.reading)
+
+
+def _shipped_configs(path: str) -> Path:
+    return CHECKOUT / "bench/models" / path.rpartition("/")[2]
 
 
 def load_or_compute(
@@ -148,6 +173,23 @@ def load_or_compute(
     return dict(record["plan"])
 
 
+def planned_references(recipe: Recipe) -> tuple[tuple[int, int], ...]:
+    """(height, width) in pixels of the references of a planned step: the most that a picture has.
+
+    Each is a square of the largest area. Their number is `plan.references`, or else one for each
+    column, folder or extension.
+    """
+    most: tuple[tuple[int, int], ...] = ()
+    for part in recipe.by_source.values():
+        encode = part.encode
+        limits = ReferenceLimits(encode.reference_pixels, encode.bucket_step)
+        side = math.isqrt(encode.reference_pixels)
+        count = len(references_of(part.source))
+        count = count and (recipe.plan.references or count)
+        most = max(most, (limits.size_of(side, side),) * count, key=len)
+    return most
+
+
 def cache_key(
     version: int, request: GpuStepRequest | TpuStepRequest, versions: Mapping[str, Any]
 ) -> str:
@@ -159,6 +201,8 @@ def cache_key(
     """
     there = [folder for folder in (request.model, request.vae) if folder is not None]
     settings = {**asdict(request), "model": None, "vae": None}
+    if not request.references:  # older plans are equal
+        del settings["references"]
     configs = {
         f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
         for number, folder in enumerate(there)
@@ -173,8 +217,19 @@ PIXEL_BYTES = {"jpg": 0.4, "webp": 0.35, "png": 1.5}
 #: Area of a picture as a multiple of image_size squared, for sides of 1 to 1.3.
 AREAS = {"keep_ratio": 1.3, "keep_ratio_largest": 0.77}
 #: Bytes of the optimizer's state in a checkpoint per trained value; a checkpoint holds each value
-#: in four bytes, those of 8-bit moments and of their blocks' scales too.
-MOMENTS = {"adamw": 8.0, "adamw_8bit": 8.03, "adafactor": 0.01}
+#: in four bytes, those of 8-bit moments and of their blocks' scales too. Factored moments and
+#: Muon's are those of SDXL's convolutions and matrices.
+MOMENTS = {
+    "adamw": 8.0,
+    "adamw_8bit": 8.03,
+    "adamw_schedule_free": 8.0,
+    "adafactor": 0.4,
+    "came": 4.8,
+    "lion": 4.0,
+    "lion_8bit": 4.02,
+    "muon": 8.0,
+    "prodigy": 16.0,
+}
 #: Bytes per sample beside the picture: three headers of a tar, caption, metadata, parquet row.
 SAMPLE_BYTES = 3200
 #: Bytes per reference picture of the evaluation: 32 x 32 RGB in float32 (memorization), features.
@@ -194,6 +249,8 @@ def estimate_disk(
     rows: int,
     stages: Sequence[StageName],
     trials: Sequence[Recipe] = (),
+    trained: int | None = None,
+    references: int = 0,
 ) -> dict[StageName, int]:
     """The bytes that each stage of a run needs in its store.
 
@@ -201,33 +258,48 @@ def estimate_disk(
         rows: the number of rows in the source.
         stages: those that the run builds.
         trials: the recipes of a sweep that are trained and measured; the best is published.
+        trained: numbers that training changes, as of a plan; None: read from the base's weights.
+        references: the number of distinct references of the rows.
 
     Raises:
         Refused: the base's configs are invalid, or a prompt file cannot be read.
     """
     info = base.encoders
-    trained = [(trial, _trained_parameters(trial.train, base)) for trial in trials or (recipe,)]
-    download = recipe.download
-    area = AREAS.get(download.resize_mode, 1.0) * download.image_size**2
+    trainings = [
+        (trial, _trained_parameters(trial.train, base) if trained is None else trained)
+        for trial in trials or (recipe,)
+    ]
     encode = recipe.encode
+    of_reference = 2 * encode.reference_pixels * info["latent_channels"]
+    of_reference //= info["vae_scale_factor"] ** 2
     drawn = int(PIXEL_BYTES["png"] * encode.resolution**2)
     sampled = len(sample_prompts(recipe.evaluate)) * drawn
     measured = sum(map(len, prompt_sets(recipe.evaluate).values())) * drawn
+    models = 2 if recipe.evaluate.model is None else 4
     published = (
         _published_bytes(recipe.publish, trial.train.method, base.folder, numbers)
-        for trial, numbers in trained
+        for trial, numbers in trainings
     )
     sizes: dict[StageName, int] = {
-        "download": rows * (int(area * PIXEL_BYTES[download.encode_format]) + SAMPLE_BYTES),
+        "download": rows * _picture_bytes(recipe.download)
+        + references * _picture_bytes(recipe_of_references(recipe).download),
         "describe": rows * DESCRIPTION_BYTES,
         "select": rows * SELECTION_BYTES,
         "caption": rows * CAPTION_BYTES,
-        "encode": rows * (latent_bytes(encode, info) + caption_bytes(encode, info)),
-        "train": sum(_training_bytes(trial.train, n, rows, sampled) for trial, n in trained),
-        "evaluate": len(trained) * (2 * measured + rows * REFERENCE_BYTES + SHEET_BYTES),
+        "encode": rows
+        * (latent_bytes(encode, info) + encode.variants * caption_bytes(encode, info))
+        + references * of_reference,
+        "train": sum(_training_bytes(trial.train, n, rows, sampled) for trial, n in trainings),
+        "evaluate": len(trainings) * (models * measured + rows * REFERENCE_BYTES + SHEET_BYTES),
         "publish": max(published),
     }
     return {stage: sizes[stage] for stage in stages if stage in recipe.stages}
+
+
+def _picture_bytes(download: Download) -> int:
+    """Bytes of a picture in its image shard."""
+    area = AREAS.get(download.resize_mode, 1.0) * download.image_size**2
+    return int(area * PIXEL_BYTES[download.encode_format]) + SAMPLE_BYTES
 
 
 def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> int:
@@ -251,7 +323,7 @@ def checkpoint_bytes(settings: Train, trained: int, moments: int) -> int:
         trained: number of trained values; each takes four bytes.
         moments: bytes of the optimizer's state, in four bytes for each value.
     """
-    return 4 * trained * (1 + (settings.ema_decay is not None)) + moments
+    return 4 * trained * (1 + settings.keeps_average) + moments
 
 
 def _published_bytes(publish: Publish, method: str, folder: Path, trained: int) -> int:
@@ -259,14 +331,17 @@ def _published_bytes(publish: Publish, method: str, folder: Path, trained: int) 
     width = 4 if publish.dtype == "float32" else 2
     parts = sorted(part for part in folder.iterdir() if part.is_dir())
     whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
-    adapters = width * trained if method == "lora" else 0
-    size = adapters if method == "lora" and not publish.merge else whole + adapters
+    alone = method == "controlnet" or (method == "lora" and not publish.merge)
+    beside = 0 if method == "full" else width * trained
+    size = beside if alone else whole + beside
     return size * (2 if publish.registry is None else 1)
 
 
 def _trained_parameters(settings: Train, base: Base) -> int:
     """Numbers that training changes."""
     family = base.family
+    if settings.method == "controlnet":
+        return sum(map(math.prod, control_shapes(settings, base).values()))
     parts = (family.denoiser, *(family.clip_encoders if settings.train_text_encoder else ()))
     return sum(_trained_in(part, _shapes(base.part(part)), settings, family) for part in parts)
 

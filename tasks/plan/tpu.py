@@ -22,7 +22,14 @@ from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config
 from runtimes.process.questions import StepCost, TpuStepRequest, ask
 from runtimes.spmd.tpu_sharding import TpuSlice, check_training, parse_slice
-from tasks.plan.plan import Say, TrainingPlan, cache_key, load_or_compute, open_configs
+from tasks.plan.plan import (
+    Say,
+    TrainingPlan,
+    cache_key,
+    load_or_compute,
+    open_configs,
+    planned_references,
+)
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 5
@@ -136,7 +143,7 @@ def plan_slice_training(recipe: Recipe, topology: str, *, search: bool, say: Say
     """
     where = parse_slice(topology)
     size = _size(recipe.train, where)
-    base = open_configs(recipe.model)
+    base = open_configs(recipe)
     measure = partial(_load_or_compile, recipe, base, say)
     plan = SlicePlan(recipe, where, size, measure(size), base.encoders)
     if plan.step_fits and not search:
@@ -156,10 +163,12 @@ def _load_or_compile(recipe: Recipe, base: Base, say: Say, batch: Size) -> StepC
     request = TpuStepRequest(
         **base.job_fields,
         train=_of_the_step(recipe.train, batch),
-        resolution=recipe.encode.resolution,
+        resolution=recipe.largest_resolution,
         topology=batch.where.name,
         denoiser_config=replacement_config(recipe.train),
         text_dtype=recipe.encode.text_dtype,
+        has_prior=recipe.has_prior,
+        references=planned_references(recipe),
     )
 
     def compile_step() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Assemble what is published: a diffusers folder, or adapters in two layouts.
+"""Assemble what is published: a diffusers folder, a ControlNet, or adapters in two layouts.
 
 A pipeline folder has the base's parts and the trained parts. LoRA adapters are in diffusers' format
 and in the layout of kohya's sd-scripts.
@@ -72,6 +72,23 @@ def assemble(
             _copy_part(source, out / part, dtype, merging)
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     _forget_origin(out / "model_index.json")
+
+
+def write_control(control: Path, out: Path, *, dtype: str, scheduler: Path | None) -> None:
+    """Write a folder that diffusers loads as a ControlNet.
+
+    Args:
+        control: the ControlNet's folder of the train stage.
+        out: output folder, created if missing.
+        dtype: precision of the written weights, by its PyTorch name.
+        scheduler: folder of the scheduler if it differs from the base's.
+
+    Raises:
+        Refused: a weight does not fit `dtype`.
+    """
+    _copy_part(control, out, dtype, _Merging(control.name, {}))
+    if scheduler is not None:
+        shutil.copytree(scheduler, out / "scheduler", dirs_exist_ok=True)
 
 
 class _Merging:

@@ -33,7 +33,9 @@ from tasks.evaluate.draw import STAGE
 from tasks.evaluate.metrics import (
     CLIP_SCORE,
     CMMD,
+    SIMILARITIES,
     all_prompts,
+    kind_of,
     most_rounds,
     prompt_rounds,
     prompt_sets,
@@ -48,7 +50,8 @@ ENOUGH = 0.95
 HARMLESS = 0.1
 #: Where a rule allows no loss, a harmless model gained this share of the base's value, if no
 #: evaluation says what models gain.
-GAINS = {HOLDOUT_LOSS: 0.02} | dict.fromkeys((CMMD, *DISTANCES, *INCEPTION_DISTANCES), 0.5)
+GAINS = {HOLDOUT_LOSS: 0.02} | dict.fromkeys(SIMILARITIES, 0.1)
+GAINS |= dict.fromkeys((CMMD, *DISTANCES, *INCEPTION_DISTANCES), 0.5)
 MOST_PROMPTS = 1000
 MOST_ROUNDS = 8  # later looks have levels that few prompts never reach
 
@@ -72,11 +75,13 @@ class Spread:
 
 #: CLIP scores of Stable Diffusion 1.5 by CLIP ViT-L/14, five COCO captions of 25 pictures each:
 #: logs of github.com/wellzline/ProTIP (f2fc477c). Their `models`, a correlation of a half, and
-#: `lost` are assumptions, and so are held-out losses, whose units are pictures, and distances.
+#: `lost` are assumptions, and so are held-out losses, whose units are pictures, distances, and
+#: cosines of edits.
 PRIORS = {
     CLIP_SCORE: Spread(27.4, 2.2, 2.0, 2.0, 1.0),
     HOLDOUT_LOSS: Spread(1.0, 0.4, 0.0, 0.02),
     **dict.fromkeys((CMMD, "fd", "kid", *INCEPTION_DISTANCES), Spread(1.0, 0.0, 0.0, 0.0, 0.25)),
+    **dict.fromkeys(SIMILARITIES, Spread(0.7, 0.1, 0.05, 0.05, 0.05)),
 }
 
 
@@ -143,7 +148,7 @@ def difference_of(rule: Rule, evaluated: Mapping[str, Estimates]) -> Difference 
     Args:
         evaluated: as in `undecidable`.
     """
-    name = rule.metric.partition("/")[0]
+    name = kind_of(rule.metric)
     factor = 0.0 if rule.number is not None else rule.factor
     offset = rule.offset if rule.number is None else rule.number
     sign = 1.0 if rule.op.startswith(">") else -1.0

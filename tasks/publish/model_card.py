@@ -19,18 +19,21 @@ from artifacts.models import LICENSE_FILES, local_model
 from configs.load_recipe import dump, dump_yaml, parse_yaml
 from configs.secrets import without_secrets
 from configs.settings.data import Encode
-from configs.settings.evaluate import Evaluate
+from configs.settings.evaluate import Evaluate, Sibling
 from configs.settings.recipe import Model, Publish, Recipe
+from configs.settings.train import Train
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.families import Family
 from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.folder import Base
+from runtimes.pipeline_folder.single_file import file_sha256, is_single_file
 from runtimes.pipeline_folder.weights import pipeline_variant, weight_variant
 from tasks.build_or_reuse import GRID
 from tasks.encode.near_duplicates import copies_facts
 from tasks.evaluate.metrics import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
+from tasks.publish import comfyui
 from tasks.publish.assemble import KOHYA_SUFFIX
 from tasks.publish.promotion_gate import Verdict, as_rows
 from tasks.trained_weights import TrainedWeights
@@ -66,7 +69,7 @@ def published_settings(recipe: Recipe) -> dict[str, Any]:
 def hub_id(path: str) -> str | None:
     """A path that the hub's metadata may name: owner/name; None for folders and URLs."""
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith((".", "~"))
-    return path if is_id and not Path(path).is_dir() else None
+    return path if is_id and not Path(path).is_dir() and not is_single_file(path) else None
 
 
 def base_name(path: str) -> str:
@@ -75,7 +78,12 @@ def base_name(path: str) -> str:
 
 
 def place_in_code(path: str, folder: str = "path/to") -> str:
-    """A model as the card's code names it: `base_name`, which of a local folder is in `folder`."""
+    """A model as the card's code names it: `base_name`, which of a local folder is in `folder`.
+
+    A checkpoint file is there as a folder, too.
+    """
+    if is_single_file(path):
+        return f"{folder}/{Path(path.partition('?')[0]).stem}"
     return f"{folder}/{base_name(path)}" if is_local(path) else base_name(path)
 
 
@@ -101,7 +109,7 @@ LICENSE_FIELDS = ("license", "license_name", "license_link")
 class Weights:
     """The weights in a published folder."""
 
-    pipeline: bool  # a full pipeline; otherwise adapters only
+    pipeline: bool  # a full pipeline; otherwise adapters or a ControlNet only
     adapters: bool = False
     scheduler: str | None = None  # class of a scheduler that differs from the base's
     variant: str | None = None  # of the base's weight files, such as fp16
@@ -109,8 +117,13 @@ class Weights:
     vae_subfolder: bool = False  # whether the recipe's VAE is a part of a pipeline
     absent: tuple[str, ...] = ()  # text encoders and tokenizers that the pipeline goes without
     kohya: bool = False  # whether the adapters are there in kohya's layout, too
+    workflow: bool = False  # whether a workflow for ComfyUI lies beside them
     family: Family | None = None  # its pipeline may have other arguments of guidance
     caption_tokens: int | None = None  # T5's maximum, where it is not the pipeline's default
+    chunks: int = 1  # in which CLIP reads a prompt
+    zero_empty: bool = False  # whether embeddings of zeros replace the empty prompt's
+    emphasis: str = "text"  # as encode.captions.emphasis
+    control: bool = False  # whether it is a ControlNet
 
     @classmethod
     def of(
@@ -124,20 +137,26 @@ class Weights:
     ) -> Weights:
         """The weights in the folder `out`; `vae_place` is `model.vae`."""
         has_lora = tuned.lora is not None
+        has_control = "controlnet" in tuned.parts
         own = tuned.parts.get("scheduler")
         vae = base.vae_folder
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
         return cls(
-            pipeline=merged or not has_lora,
+            pipeline=not has_control and (merged or not has_lora),
             adapters=has_lora,
+            control=has_control,
             scheduler=scheduler,
             variant=pipeline_variant(base.folder),
             vae_variant=None if vae is None else weight_variant(vae),
             vae_subfolder=bool(vae and vae_place and has_vae_folder(vae_place, vae)),
             absent=base.absent_text_parts,
             kohya=any(out.rglob(f"*{KOHYA_SUFFIX}")),
+            workflow=any(out.rglob(comfyui.WORKFLOW)),
             family=base.family,
             caption_tokens=base.unusual_text_length,
+            chunks=base.chunks,
+            zero_empty=base.encoders["empty_prompt"] == "zeros",
+            emphasis=base.emphasis,
         )
 
 
@@ -205,6 +224,7 @@ def write_card(
     *,
     forced: str | None = None,
     columns: Sequence[Mapping[str, Any]] = (),
+    sources: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """README.md of the published folder, with the metadata of the Hugging Face hub.
 
@@ -213,6 +233,7 @@ def write_card(
         training: facts of the training run for people, as of `training_facts`.
         forced: the reason to publish a model that failed the gate.
         columns: rows of tasks.data_set.column_facts, of the columns kept from the source.
+        sources: rows of the sources of a mixture.
     """
     from huggingface_hub import ModelCard
 
@@ -225,22 +246,28 @@ def write_card(
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         recipe=recipe,
         settings=dump_yaml(settings),
-        base=_base(recipe.model, lineage.get("base")),
+        base=_base(recipe.model, file_sha256(base) or lineage.get("base")),
+        is_single_file=is_single_file(recipe.model.path),
         folder=FOLDER,
         lora_weights=LORA_WEIGHTS,
         base_path=place_in_code(recipe.model.path),
         vae=None if vae is None or weights.pipeline else place_in_code(vae, VAES),
         weights=weights,
         adapter_rows=_adapter_rows(recipe.publish.file_stem, recipe.train.lora, weights),
-        prompt=next(iter(_first_prompts(drawing)), "a prompt"),
+        lora_files=_lora_files(recipe.train),
+        sibling=drawing.model and _base(drawing.model, None),
+        on_sibling=drawing.on_sibling,
+        prompt=prompt_of(drawing),
         training=training,
         guidance=_guidance(drawing, weights.family),
+        references=_reference_arguments(recipe, weights.family),
         drawn_with=None if drawing.scheduler is None else SCHEDULERS[drawing.scheduler],
         scores=scores if drawing.guidance_scale > 1 else scores[1:],
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         forced=forced,
         column_table=markdown_table(columns) if columns else None,
+        source_table=markdown_table(sources) if sources else None,
         license_name=shown_license(recipe.publish, base),
         license_files=[path.name for path in license_files(base)],
         lineage=lineage,
@@ -248,9 +275,14 @@ def write_card(
         repr=repr,
         human=human,
         shell_quote=shlex.quote,
-        source=_source(settings["source"]),
+        source="; ".join(_source(part, name) for name, part in recipe.by_source.items()),
     )
     return str(card)
+
+
+def prompt_of(settings: Evaluate) -> str:
+    """The prompt in the card's code."""
+    return next(iter(_first_prompts(settings)), "a prompt")
 
 
 def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Weights) -> Any:
@@ -263,17 +295,19 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
         fields = {}
     base_model = hub_id(recipe.model.path)
     relation = "finetune" if weights.pipeline else "adapter"
-    dataset = hub_id(recipe.source.path) if recipe.source.kind == "dataset" else None
+    kinds = ["lora"] * weights.adapters + ["controlnet"] * weights.control
+    sources = [part.source for part in recipe.by_source.values()]
+    datasets = [hub_id(source.path) for source in sources if source.kind == "dataset"]
     return ModelCardData(
         license=shown,
         license_name=fields.get("license_name"),
         license_link=fields.get("license_link"),
         base_model=base_model,
         base_model_relation=base_model and relation,
-        datasets=dataset and [dataset],
+        datasets=[*filter(None, datasets)] or None,
         library_name="diffusers",
-        pipeline_tag="text-to-image",
-        tags=[TAG, "diffusers", "text-to-image", *(["lora"] if weights.adapters else [])],
+        pipeline_tag="image-to-image" if recipe.has_references else "text-to-image",
+        tags=[TAG, "diffusers", "text-to-image", *kinds],
         thumbnail=GRID,
         widget=[
             {"text": text, "output": {"url": GRID}} for text in _first_prompts(recipe.evaluate)
@@ -297,25 +331,43 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
 def _guidance(settings: Evaluate, family: Family | None) -> dict[str, Any]:
     """The arguments of guidance of the pipeline's call, as the evaluation has drawn with it."""
     arguments: dict[str, Any] = {"guidance_scale": settings.guidance_scale}
+    size = {"height": settings.height, "width": settings.width}  # the card has them already
     if family is not None:
-        arguments = family.pipeline_arguments(None, arguments, count=1)
+        known = arguments | (size if None not in size.values() else {})
+        arguments = family.pipeline_arguments(None, known, count=1)
+        arguments = {name: value for name, value in arguments.items() if name not in size}
     if settings.true_cfg_scale > 1:
         arguments |= {"true_cfg_scale": settings.true_cfg_scale, "negative_prompt": ""}
     first = {n: v[0] if isinstance(v, list) else v for n, v in arguments.items()}
     return {name: value for name, value in first.items() if value is not None}
 
 
+def _reference_arguments(recipe: Recipe, family: Family | None) -> Mapping[str, Any] | None:
+    """Arguments of the pipeline's call beside a reference; None without references."""
+    if family is None or not recipe.has_references:
+        return None
+    return family.reference_arguments
+
+
 def _adapter_rows(name: str, lora: Lora, weights: Weights) -> list[tuple[str, str, str]]:
     """(tool, file, use) of the tools, other than diffusers, that read the adapters."""
     folder = "lora/" if weights.pipeline else ""
     kohya_file = f"{folder}{name}{KOHYA_SUFFIX}"
-    names = weights.family.kohya if weights.family is not None and weights.kohya else None
-    load = "copy it to `models/loras`, and add the node *Load LoRA*"
-    if names is None or not names.in_comfyui:
+    family = weights.family
+    names = family.kohya if family is not None and weights.kohya else None
+    file = family and comfyui.adapter_file(family, name, lora, kohya=weights.kohya)
+    if file is None:
         no_dora = "not with DoRA, whose magnitudes ComfyUI does not read in this layout"
-        rows = [("ComfyUI", f"{folder}{LORA_WEIGHTS}", no_dora if lora.dora else load)]
+        rows = [("ComfyUI", f"{folder}{LORA_WEIGHTS}", no_dora)]
     else:
-        rows = [("ComfyUI", kohya_file, load)]
+        load = "copy it to `models/loras`, and add the node *Load LoRA*"
+        if weights.workflow:
+            load += f"; or drag `{folder}{comfyui.PICTURE}` into the window: it has the workflow"
+        rows = [("ComfyUI", f"{folder}{file}", load)]
+    if names is not None and not lora.dora:
+        kohya = names.in_invokeai
+        invokeai = kohya_file if kohya else f"{folder}{LORA_WEIGHTS}"
+        rows.append(("InvokeAI", invokeai, "add it on the page *Models*"))
     if names is not None:
         load = f"`--network_module {names.network_module} --network_weights FILE`"
         if lora.target_modules != "attention":
@@ -323,6 +375,15 @@ def _adapter_rows(name: str, lora: Lora, weights: Weights) -> list[tuple[str, st
         no_dora = "not with DoRA, whose magnitudes it ignores"
         rows.append((names.trainer, kohya_file, no_dora if lora.dora else load))
     return rows
+
+
+def hardware_of(run: Mapping[str, Any]) -> str | None:
+    """What a training ran on, from the `run` of its manifest: a process's device, on N hosts."""
+    device = run.get("device")
+    if run.get("hosts", 1) == 1:
+        return device
+    each = f", each with {count} processes" if (count := run["processes"]) > 1 else ""
+    return f"{run['hosts']} hosts of {run['cluster']}{each}: {device}"
 
 
 def training_facts(
@@ -343,7 +404,7 @@ def training_facts(
     versions = run.get("versions", {})
     names = ("torch", "jax", "torch_xla", "mindspore", "diffusers", "transformers")
     facts = {
-        "hardware": run.get("device"),
+        "hardware": hardware_of(run),
         "runtime": run.get("runtime"),
         "checkpoint": chosen,
         "batches left out after a divergence": summary.get("batches_left_out"),
@@ -356,22 +417,35 @@ def training_facts(
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
-def _base(model: Model, digest: str | None) -> str:
+def _lora_files(settings: Train) -> dict[str, str]:
+    """Words -> name of each file of adapters that training was given."""
+    lora = settings.lora
+    files = {"started with": lora.start, "assistant, in no file here": lora.assistant}
+    return {words: base_name(file) for words, file in files.items() if file is not None}
+
+
+def _base(model: Model | Sibling, digest: str | None) -> str:
     """The base, with its revision, or with the digest of the weights of a local folder."""
     named = base_name(model.path)
     if model.revision is not None:
         return f"{named}, revision {model.revision}"
+    if digest is not None and is_single_file(model.path):
+        return f"{named}, sha256 {digest}"
     if digest is not None and is_local(model.path):
         return f"{named}, sha256 {digest[:12]}…"
     return named
 
 
-def _source(source: Mapping[str, Any]) -> str:
-    """Kind, place and revision of the source."""
+def _source(recipe: Recipe, name: str) -> str:
+    """Name in the mixture, kind, place and revision of the source."""
+    source = published_settings(recipe)["source"]
     facts = [source["kind"], source.get("path"), source.get("revision")]
-    return ", ".join(str(fact) for fact in facts if fact)
+    text = ", ".join(str(fact) for fact in facts if fact)
+    if source["kind"] == "drawn":
+        text = f"{source['count']:,} pictures drawn by the base"
+    return f"{name}: {text}" if name else text
 
 
 def _first_prompts(settings: Evaluate) -> list[str]:
     """The first prompt of each prompt set."""
-    return [listed.prompts[0] for listed in settings.prompts.values() if listed.prompts]
+    return [text for listed in settings.prompts.values() for text in listed.texts[:1]]

@@ -22,7 +22,7 @@ Models = Mapping[str, Estimates]
 #: Groups: metric, operator, number, model, adjustment, amount, level.
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?"
 _RULE = re.compile(
-    r"\s*([A-Za-z_][\w/.-]*)\s*(>=|<=|>|<)\s*"
+    r"\s*([A-Za-z_][\w/.-]*(?:@sibling)?)\s*(>=|<=|>|<)\s*"
     rf"(?:([-+]?{_NUMBER})"
     rf"|(base|champion)(?:\s*([*+-])\s*({_NUMBER}))?)"
     rf"(?:\s+at\s+({_NUMBER})\s*%)?\s*",

@@ -27,7 +27,7 @@ from tasks.panels import Facts, Links, Panel, PicturePanel, Table, render_html
 from tasks.progress import stage_links
 from tasks.publish import hub
 from tasks.publish.champion_alias import AliasNotWritten, Entry, in_words
-from tasks.publish.model_card import base_name, published_settings
+from tasks.publish.model_card import base_name, hardware_of, published_settings
 from tasks.publish.promotion_gate import Verdict, as_rows, needs_champion
 from tasks.publish.registry import Registry, Version
 from tasks.publish.stage import STAGE, PublishStage, parent_of, remeasured_champion
@@ -49,7 +49,7 @@ def page(
         shows: stage name -> function that returns the panels of its artifact.
     """
     settings = published_settings(recipe)
-    source = settings["source"].items()
+    sources = {n: published_settings(part)["source"] for n, part in recipe.by_source.items()}
     sections = [
         {"name": artifact.stage, "panels": _panels(artifact, shows)} for artifact, _ in stages
     ]
@@ -60,7 +60,12 @@ def page(
         verdict=_verdict(len(recipe.publish.gate), stages[-1][0]),
         facts=_facts(recipe, [artifact for artifact, _ in stages]),
         built=[Table("What was built, and why", [_built(*stage) for stage in stages])],
-        source=[Facts("Source", {n: value for n, value in source if value not in (None, [], {})})],
+        source=[
+            Facts(
+                f"Source {name}".strip(), {n: v for n, v in of.items() if v not in (None, [], {})}
+            )
+            for name, of in sources.items()
+        ],
         stages=sections,
         recipe=dump_yaml(settings),
     )
@@ -106,7 +111,7 @@ def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
         "Champion before": published.summary.get("compared_with") or "none",
         "Base": base_name(recipe.model.path),
         "Trained": f"{steps} steps{chosen}, {recipe.train.method}",
-        "On": run.get("device"),
+        "On": hardware_of(run),
         "Licence": published.summary.get("license"),
         "Date": published.manifest["run"].get("created", "")[:10],
     }

@@ -12,6 +12,8 @@ import re
 import signal
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +97,8 @@ def describe(folder: Path, base: Base, model: Model, device: str) -> dict[str, A
 
     pipeline = folder if (folder / INDEX).is_file() else base.folder
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
+    if (folder / "config.json").is_file():  # a ControlNet
+        parts.append(folder)
     shapes = (shape for part in parts for shape in weight_shapes(part).values())
     places = {FOLDER: str(folder), place_in_code(model.path): str(base.folder)}
     vae = base.vae_folder
@@ -114,16 +118,35 @@ def draw(job: dict[str, Any]) -> None:
     import numpy as np
 
     *loading, drawing = card_code(job)
+    if find_spec("torchvision") is None:
+        _read_no_videos()
     names: dict[str, Any] = {}
     _run(loading, names)
     pipe = _prepare(names["pipe"], job)
     names |= {"pipe": lambda **arguments: pipe(**arguments | _smaller(pipe))}
-    names |= dict.fromkeys(("picture", "mask"), _blank(pipe))  # of inpainting, which a user has
+    names |= dict.fromkeys(("picture", "mask"), _blank(pipe))  # which a user has
     _run([drawing], names)
     if not np.isfinite(names["image"]).all():
         raise ValueError("the picture is not finite")
     if np.ptp(names["image"]) == 0:
         raise ValueError("the picture has one colour only")
+
+
+def _read_no_videos() -> None:
+    """Let Qwen's processor load without its part for videos, which alone wants torchvision."""
+    import transformers
+    from transformers.processing_utils import ProcessorMixin
+
+    def of_pictures(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, **options: Any
+    ) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        numbers = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+        self.image_token_id, self.video_token_id = numbers
+        template = options.get("chat_template")
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=template)
+
+    transformers.Qwen2VLProcessor.__init__ = of_pictures
 
 
 def card_code(job: dict[str, Any]) -> list[ast.stmt]:
@@ -162,6 +185,8 @@ def _smaller(pipe: Any) -> dict[str, Any]:
     side = _side(pipe)
     generator = torch.Generator().manual_seed(0)  # a retry has the same verdict
     size = {"height": side, "width": side, "num_inference_steps": STEPS}
+    if "max_area" in signature(pipe.__call__).parameters:  # Kontext's draws that many pixels
+        size["max_area"] = side * side
     return size | {"output_type": "np", "generator": generator}
 
 

@@ -24,18 +24,20 @@ from configs.errors import Away, Failed
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_files import read_adapters
+from runtimes.objective.noise_schedule import read_scheduler_config
 from runtimes.pipeline_folder.folder import Base
 from tasks.build_or_reuse import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage
 from tasks.data_set import IMAGES, DataSet, column_facts
 from tasks.evaluate.distances import Estimates, differences
-from tasks.evaluate.draw import DRAWING_PARTS
+from tasks.evaluate.draw import DRAWING_PARTS, read_pictures
 from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import Node, lineage_chart
+from tasks.pictures import images_of, sources_of
 from tasks.progress import Report
-from tasks.publish import model_card, promotion_gate, smoke_test
-from tasks.publish.assemble import assemble, write_adapters
+from tasks.publish import comfyui, model_card, promotion_gate, smoke_test
+from tasks.publish.assemble import KOHYA_SUFFIX, assemble, write_adapters, write_control
 from tasks.publish.model_card import published_settings
 from tasks.publish.registry import Registry, Version, registry_url
 from tasks.trained_weights import TrainedWeights, local_weights
@@ -134,14 +136,20 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
 
     A model published with `force` is reused only with the same `force`.
 
-    Adapters alone need their base: the manifest says where it is.
+    Adapters or a ControlNet alone need their base: the manifest says where it is.
     """
     settings = recipe.publish.key_settings()
-    if recipe.train.method == "lora" and not recipe.publish.merge:
+    if _needs_base(recipe):
         settings["base"] = recipe.model.model_dump(mode="json")
     if recipe.evaluate.max_pictures is not None:  # the levels differ from those of an only look
         settings["looks"] = True
     return settings | ({} if force is None else {"force": force})
+
+
+def _needs_base(recipe: Recipe) -> bool:
+    """Whether what is published is no pipeline."""
+    method = recipe.train.method
+    return method == "controlnet" or (method == "lora" and not recipe.publish.merge)
 
 
 @dataclass(frozen=True)
@@ -316,7 +324,7 @@ class PublishStage(Stage):
 
         Such are the `safety_checker` and the `feature_extractor`.
         """
-        if self.recipe.train.method == "lora" and not self.recipe.publish.merge:
+        if _needs_base(self.recipe):
             return {}
         entries = self.base.index.items()
         parts = [name for name, spec in entries if isinstance(spec, list) and spec[0] is not None]
@@ -344,7 +352,9 @@ class PublishStage(Stage):
         )
         lineage = dict(self.lineage)
         about = (recipe, base.folder, measured, verdicts, lineage, weights, training)
-        card = model_card.write_card(*about, forced=forced, columns=self._kept_columns())
+        card = model_card.write_card(
+            *about, forced=forced, columns=self._kept_columns(), sources=self._sources()
+        )
         (out / "README.md").write_text(card, encoding="utf-8")
         for path in model_card.license_files(base.folder):
             shutil.copyfile(path, out / path.name)
@@ -357,36 +367,68 @@ class PublishStage(Stage):
 
     def _kept_columns(self) -> list[dict[str, Any]]:
         """What the kept columns of the source say of the pictures trained on, for the card."""
-        columns = getattr(self.recipe.source, "additional_columns", ())
-        if not columns:
-            return []
-        data = DataSet.before(self.trained)
-        if not {IMAGES, "encode"} <= data.artifacts.keys():  # `kiln gc` may have deleted them
-            return []
-        return column_facts(data, columns, self.recipe.encode.holdout)
+        rows: list[dict[str, Any]] = []
+        whole = DataSet.before(self.trained)
+        for name, data in whole.by_source.items():
+            part = self.recipe.by_source[name]
+            columns = getattr(part.source, "additional_columns", ())
+            # `kiln gc` may have deleted them.
+            if columns and {IMAGES, "encode"} <= data.artifacts.keys():
+                facts = column_facts(data, columns, part.encode.holdout)
+                rows += [{"source": name, **row} if name else row for row in facts]
+        return rows
+
+    def _sources(self) -> list[dict[str, Any]]:
+        """The sources of the mixture, for the card: what they are, and how much each counts."""
+        latents = DataSet.before(self.trained).artifacts.get("encode")
+        counted = {} if latents is None else latents.summary.get("sources", {})
+        return [
+            {
+                "source": name,
+                "trained on": n["samples"] - n["holdout"] - n["copies_left_out"],
+                "held out": n["holdout"],
+                **{fact: value or "" for fact, value in self.recipe.mixture[name].items()},
+            }
+            for name, n in counted.items()
+        ]
 
     def _write_weights(self, tuned: TrainedWeights, out: Path) -> None:
-        """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy."""
+        """Write a pipeline folder, adapters, a pipeline with merged ones, or a ControlNet."""
         settings = self.recipe.publish
         lora = tuned.lora
+        scheduler = tuned.parts.get("scheduler")
+        if (control := tuned.parts.get("controlnet")) is not None:
+            return write_control(control, out, dtype=settings.dtype, scheduler=scheduler)
         alone = lora is not None and not settings.merge
         if not alone:
             adapters = None if lora is None else read_adapters(lora)
             assemble(self.base, tuned.parts, out, dtype=settings.dtype, adapters=adapters)
         if lora is not None:
-            write_adapters(
-                lora,
-                self.base,
-                out if alone else out / "lora",
-                name=settings.file_stem,
-                dtype=settings.dtype,
-                scheduler=tuned.parts.get("scheduler"),
-            )
+            folder = out if alone else out / "lora"
+            names = {"name": settings.file_stem, "dtype": settings.dtype}
+            write_adapters(lora, self.base, folder, **names, scheduler=scheduler)
+            self._write_workflow(folder, scheduler)
+
+    def _write_workflow(self, folder: Path, scheduler: Path | None) -> None:
+        """Write a workflow for ComfyUI beside adapters, with the first picture drawn with them."""
+        recipe = self.recipe
+        name = recipe.publish.file_stem
+        kohya = (folder / f"{name}{KOHYA_SUFFIX}").is_file()
+        file = comfyui.adapter_file(self.base.family, name, recipe.train.lora, kohya=kohya)
+        config = read_scheduler_config(scheduler or self.base.part("scheduler"))
+        nodes = file and comfyui.workflow(
+            recipe, self.base, config, file, model_card.prompt_of(recipe.evaluate)
+        )
+        if nodes:
+            store = self.evaluated.store
+            shard = store.shard(self.evaluated.stage, self.evaluated.summary["drawn"]["tuned"])
+            assert shard is not None  # the evaluation names it
+            comfyui.write(nodes, next(read_pictures(store, shard)), folder)
 
     def _smoke_test(self, out: Path) -> promotion_gate.Verdict | None:
         """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
         settings = self.recipe.publish
-        drawn = (self.recipe.model, self.recipe.evaluate.device)
+        drawn = (self.recipe.model, self.recipe.evaluate.measuring_device)
         fault = smoke_test.files_fault(out, settings.max_bytes)
         if fault is None and settings.smoke_test:
             log.info("publish: smoke test: diffusers loads the folder and draws a picture")
@@ -422,17 +464,31 @@ def lineage_of(
 ) -> dict[str, str]:
     """Digests of all inputs of a model, for its card."""
     inputs = trained.manifest["inputs"]
+    return {
+        **_lineage_of_pictures(images, latents),
+        "latents": latents.digest,
+        "base": inputs["base"],
+        **({"start of training": start} if (start := inputs.get("start")) else {}),
+        "trained weights": trained.digest,
+        "evaluation": evaluated.digest,
+    }
+
+
+def _lineage_of_pictures(images: Artifact, latents: Artifact) -> dict[str, str]:
+    """Digests of what the latents are from; of a mixture, of each source under its name."""
+    parts = sources_of(latents)
+    if "" not in parts:
+        return {
+            f"{name}: {what}": digest
+            for name, part in parts.items()
+            for what, digest in _lineage_of_pictures(images_of(part), part).items()
+        }
     encoded = latents.manifest["inputs"]
     chosen = {"selection": encoded.get("selected"), "captions": encoded.get("captions")}
     return {
         "source (rows of the list)": images.manifest["inputs"]["source"],
         "images": images.digest,
         **{name: digest for name, digest in chosen.items() if digest is not None},
-        "latents": latents.digest,
-        "base": inputs["base"],
-        **({"start of training": start} if (start := inputs.get("start")) else {}),
-        "trained weights": trained.digest,
-        "evaluation": evaluated.digest,
     }
 
 

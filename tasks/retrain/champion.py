@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks.encode.crop_to_bucket import settings_for_key
-from tasks.pictures import Pictures
+from tasks.pictures import Pictures, images_of, sources_of
 from tasks.publish.promotion_gate import needs_champion
 from tasks.publish.registry import Registry
 from tasks.publish.stage import registry_of
@@ -29,6 +30,23 @@ class Champion:
     trained: str
     compared_images: str  # key of the images with the held-out pictures of its evaluation
     compared_latents: str
+    #: Source of a mixture -> keys of its images and latents.
+    sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def of_source(self, name: str) -> Champion | None:
+        """The champion with the data of one source alone; None if it was not trained on it."""
+        if name not in self.sources:
+            return None
+        images, latents = self.sources[name]
+        own = {"images": images, "latents": latents}
+        compared = {"compared_images": images, "compared_latents": latents}
+        return replace(self, **own, **compared, sources={})
+
+    @property
+    def by_source(self) -> list[Champion]:
+        """The champion with each source's data; without a mixture, itself."""
+        parts = (self.of_source(name) for name in self.sources)
+        return [part for part in parts if part is not None] or [self]
 
     def load(self, store: Store, stage: str, key: str) -> Artifact:
         """One of its artifacts. Raises Refused if the store lacks it."""
@@ -45,6 +63,7 @@ class Champion:
         """Images and latents of its evaluation; None if the recipe encodes pictures otherwise.
 
         A new model is measured on them, so that rows added since do not change the comparison.
+        Of a mixture, the champion is measured again on the new model's pictures.
 
         Args:
             encoded: latents of the new model's run.
@@ -77,18 +96,24 @@ def find_champion(registry: Registry, store: Store) -> Champion | None:
     trained = _load(store, "train", parents["model"]["key"], version.name)
     evaluation = _load(store, "evaluate", parents["evaluation"]["key"], version.name)
     latents = parent(trained, "latents")
-    if "latents" in latents.manifest["run"]["parents"]:  # a selection of tasks.retrain.selection
+    is_mixture = "sources" in latents.summary
+    if (
+        not is_mixture and "latents" in latents.manifest["run"]["parents"]
+    ):  # a selection of tasks.retrain.selection
         latents = parent(latents, "latents")
     compared = evaluation.manifest["run"]["parents"]
+    parts = sources_of(latents) if is_mixture else {}
+    sources = {name: (images_of(part).key, part.key) for name, part in parts.items()}
     return Champion(
         version=version.name,
         uri=version.uri,
         digest=version.manifest["digest"],
-        images=parent(latents, "images").key,
+        images=compared["images"]["key"] if is_mixture else parent(latents, "images").key,
         latents=latents.key,
         trained=trained.key,
         compared_images=compared["images"]["key"],
         compared_latents=compared["latents"]["key"],
+        sources=sources,
     )
 
 
@@ -124,17 +149,21 @@ def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> No
     """
     if not needs_champion(recipe.publish.gate):
         return
+    pairs = []
     try:
         champion = find_champion(registry_of(recipe), store)
-        if champion is None or recipe.encode.holdout <= _held_out(store, champion):
-            return
-        before = champion.load(store, "download", champion.images)
-        made_of = latents.manifest["run"]["parents"]["images"]["key"]
-        images = champion.load(store, "download", made_of)
+        for rival in [] if champion is None else champion.by_source:
+            for name, encoded in sources_of(latents).items():
+                own = recipe.by_source[name]
+                if own.encode.holdout <= _held_out(store, rival):
+                    continue
+                before = rival.load(store, "download", rival.images)
+                if _pictures(before) & _pictures(images_of(encoded)):
+                    pairs.append((own, rival))
     except Refused:  # it was published from another store
         return
-    if _pictures(before) & _pictures(images):
-        check_held_out(recipe, store, champion)
+    for own, rival in pairs:
+        check_held_out(own, store, rival)
 
 
 def _held_out(store: Store, champion: Champion) -> float:

@@ -72,11 +72,16 @@ class DecisionStage(Stage):
         settings["retrain"] = self.recipe.retrain.key_settings()
         # A release that trains, measures or judges otherwise may decide otherwise.
         versions = {name: module.VERSION for name, module in stages.items()}
-        for name, module in {"describe": describe, "select": select, "caption": caption}.items():
-            section = getattr(self.recipe, name)
-            if section is not None:
-                settings[name] = section.key_settings()
-                versions[name] = module.VERSION
+        chosen = {"describe": describe, "select": select, "caption": caption}
+        for source, part in self.recipe.by_source.items():
+            if source:  # the settings above are those that it has not
+                own = {"download": part.download, "encode": part.encode}
+                settings |= {f"{n} {source}": some.key_settings() for n, some in own.items()}
+            for name, module in chosen.items():
+                section = getattr(part, name)
+                if section is not None:
+                    settings[f"{name} {source}".rstrip()] = section.key_settings()
+                    versions[name] = module.VERSION
         settings["versions"] = versions | {"retrain": SELECTION}
         return settings
 

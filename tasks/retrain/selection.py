@@ -13,7 +13,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,14 @@ class Changes:
     rows_to_fetch: int = 0  # new rows, and those of shards that lost a row
     kept_shards: int = 0
     new_shards: int = 0
+
+
+def merged_changes(by_source: Mapping[str, Changes]) -> Changes:
+    """The changes of all sources of a mixture."""
+    counts = [asdict(changes) for changes in by_source.values()]
+    digests = {name: changes.source for name, changes in by_source.items()}
+    sums = {name: sum(of[name] for of in counts) for name in counts[0] if name != "source"}
+    return Changes(digest_json(digests), **sums)
 
 
 @dataclass

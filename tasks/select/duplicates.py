@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
+from scipy.ndimage import convolve1d
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tasks.encode.near_duplicates import mirror_parts
+from tasks.encode.near_duplicates import SIDE, mirror_parts
 
 Rows = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
@@ -30,6 +32,24 @@ LIST_SIZE = 512
 PROBED = 8
 #: Points per centroid that k-means learns from.
 TRAINED_ON = 64
+
+
+def _view(cropped: float) -> NDArray[np.float32]:
+    """The matrix [16, 16] of the middle of a line of 16 pixels, smoothed by (1, 2, 1) / 4.
+
+    Args:
+        cropped: fraction of the line that is left out at each end.
+    """
+    edge = cropped * SIDE
+    box = (edge, 0.0, SIDE - edge, float(SIDE))
+    lines = Image.fromarray(np.eye(SIDE, dtype=np.float32))
+    middle = lines.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box=box)
+    return convolve1d(np.asarray(middle), (0.25, 0.5, 0.25), mode="nearest")
+
+
+#: The whole and the middle of thumbnails: a crop by 5% a side resembles one of them. Grain, which a
+#: crop shifts, is smoothed (docs/benchmarks-data.md).
+VIEWS = (_view(0.0), _view(0.02))
 
 
 def ungrouped(count: int) -> Rows:
@@ -63,7 +83,7 @@ def join_near_hashes(
     """The groups, after pictures with near hashes and correlated thumbnails were joined.
 
     Hashes that differ in few bits are near each other in some of the sorted orders (Charikar, 2002,
-    section 3). docs/benchmarks.md has the share of pairs that are found.
+    section 3). docs/benchmarks-data.md has the share of pairs that are found.
 
     Args:
         groups: i64 [N].
@@ -94,21 +114,20 @@ def join_near_hashes(
 def _sorted_rows(hashes: Hashes, seed: int) -> Rows:
     """Row numbers of hashes, sorted by a random order of their bits."""
     places = np.random.default_rng(seed).permutation(64).astype(np.uint64)
-    values = np.arange(256, dtype=np.uint64)
+    byte = np.arange(256, dtype=np.uint64)[:, None]
+    bits = byte >> np.arange(8, dtype=np.uint64) & np.uint64(1)
+    tables = (bits << places.reshape(8, 1, 8)).sum(axis=2, dtype=np.uint64)  # of each byte
     bytes_of = hashes.view(np.uint8).reshape(-1, 8)
     permuted = np.zeros(len(hashes), np.uint64)
-    for byte in range(8):
-        table = np.zeros(256, np.uint64)
-        for bit in range(8):
-            table |= (values >> np.uint64(bit) & np.uint64(1)) << places[8 * byte + bit]
-        permuted |= table[bytes_of[:, byte]]
+    for place in range(8):
+        permuted |= tables[place][bytes_of[:, place]]
     # A row number in the last bits is sorted with its hash, five times as fast as by argsort.
-    bits = np.uint64(len(hashes).bit_length())
-    permuted >>= bits
-    permuted <<= bits
+    width = np.uint64(len(hashes).bit_length())
+    permuted >>= width
+    permuted <<= width
     permuted |= np.arange(len(hashes), dtype=np.uint64)
     permuted.sort()
-    permuted &= (np.uint64(1) << bits) - np.uint64(1)
+    permuted &= (np.uint64(1) << width) - np.uint64(1)
     return permuted.astype(np.int64)
 
 
@@ -123,14 +142,29 @@ def _near_in_window(hashes: Hashes, distance: int) -> Rows:
 
 
 def _correlations(thumbnails: Thumbnails, some: Rows, others: Rows) -> NDArray[np.float32]:
-    """Correlation of pairs of thumbnails, or of one and the other's mirror image: f32 [M]."""
+    """Greatest correlation of pairs of thumbnails, or of one and the other's middle: f32 [M].
+
+    A thumbnail and its mirror image are one.
+    """
     found = np.zeros(len(some), np.float32)
     for start in range(0, len(some), BLOCK):
         block = slice(start, start + BLOCK)
-        parts = [mirror_parts(thumbnails(rows[block])) for rows in (some, others)]
-        kept, negated = np.einsum("pnd,pnd->pn", *parts)
-        found[block] = kept + np.abs(negated)
+        [whole, middle], [whole_other, middle_other] = (
+            [mirror_parts(_viewed(thumbnails(rows[block]), view)) for view in VIEWS]
+            for rows in (some, others)
+        )
+        for pair in ((whole, whole_other), (middle, whole_other), (whole, middle_other)):
+            kept, negated = np.einsum("pnd,pnd->pn", *pair)
+            found[block] = np.maximum(found[block], kept + np.abs(negated))
     return found
+
+
+def _viewed(grey: NDArray[np.uint8], view: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A view of thumbnails u8 [N, 16, 16]: f32, of the same shape."""
+    viewed: NDArray[np.float32] = grey.astype(np.float32)
+    for _ in ("width", "height"):
+        viewed = (viewed.reshape(-1, SIDE) @ view).reshape(-1, SIDE, SIDE).swapaxes(1, 2)
+    return viewed
 
 
 def join_near_embeddings(

@@ -20,7 +20,7 @@ from artifacts.store import Artifact
 from configs.errors import Refused
 from configs.settings.select import Select
 from tasks.select.groups import sha256_numbers
-from tasks.sql_condition import check_expression, columns_of, quoted, require_columns
+from tasks.sql_condition import check_expression, columns_of, conjuncts, quoted, require_columns
 
 FILE = "selection.parquet"
 #: Columns of entries that every selection reads.
@@ -103,12 +103,19 @@ def read_entries(db: duckdb.DuckDBPyConnection, select: Select, shown: Iterable[
         "preference": f"cast(try(\n{select.prefer or 'null'}\n) as double)",
         "pixels": "cast(original_width as bigint) * original_height",
     }
+    for number, part in enumerate(_parts(select)):
+        computed[f"part_{number}"] = f"coalesce(try(\n{part}\n), false)"
     columns = [
         *map(quoted, OWN),
         *(f"{value} as {COMPUTED}{name}" for name, value in computed.items()),
         *map(quoted, shown),
     ]
     return db.sql(f"select {', '.join(columns)} from entries order by tar, row").to_arrow_table()
+
+
+def _parts(select: Select) -> list[str]:
+    """The parts of a condition that all must hold, for the reasons."""
+    return [] if select.where is None else conjuncts(select.where, "select.where")
 
 
 class _Remaining:
@@ -176,6 +183,9 @@ def choose(
         if name in described:
             missing = unknown & entries[name].is_null().to_numpy()
             remaining.drop(missing, f"not described: {name}")
+    for number, part in enumerate(_parts(select)):
+        fails = ~entries[f"{COMPUTED}part_{number}"].to_numpy()
+        remaining.drop(~meets & fails, f"where: {part}")
     remaining.drop(~meets, f"where: {select.where}")
 
     duplicates = select.duplicates

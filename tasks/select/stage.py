@@ -35,11 +35,12 @@ from tasks.select.selection import (
     read_entries,
     require_named,
 )
+from tasks.sql_condition import require_value
 
 log = logging.getLogger("kiln")
 STAGE = "select"
 #: Increment when the meaning of a selection changes.
-VERSION = 1
+VERSION = 2
 #: Memory of DuckDB, which writes the rest to its folder.
 MEMORY = "2GB"
 ROW_GROUP = 1 << 20
@@ -87,7 +88,7 @@ class SelectStage(Stage):
         """Choose the entries.
 
         Raises:
-            Refused: a condition is invalid; no pictures were compared.
+            Refused: a condition is invalid, or has no value of a picture.
         """
         with (
             tempfile.TemporaryDirectory(prefix="kiln-select-") as scratch,
@@ -102,6 +103,8 @@ class SelectStage(Stage):
             progress(2, 3, "choosing pictures")
             entries = read_entries(db, self.select, shown)
             chosen, summary = choose(entries, self.select, read, self.recipe.encode.holdout)
+            if not summary["kept"]:
+                require_value(db, self.select.where or "true", "select.where")
             file = Path(scratch, FILE)
             pq.write_table(chosen, file, compression="zstd", row_group_size=ROW_GROUP)
             draft.upload(str(file), FILE)
@@ -163,8 +166,9 @@ class SelectStage(Stage):
         reasons = ", ".join(f"{reason}: {n:,}" for reason, n in summary["reasons"].items())
         if summary["kept"] == 0:
             raise Failed(f"select: no picture is kept ({reasons or 'none was downloaded'})")
-        kept, entries = summary["kept"], summary["entries"]
-        log.info("select: %s of %s pictures are kept (%s)", f"{kept:,}", f"{entries:,}", reasons)
+        kept, entries = f"{summary['kept']:,}", f"{summary['entries']:,}"
+        why = f" ({reasons})" if reasons else ""
+        log.info("select: %s of %s pictures are kept%s", kept, entries, why)
 
     @staticmethod
     def show(artifact: Artifact) -> list[Panel]:

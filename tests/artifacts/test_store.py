@@ -241,6 +241,18 @@ def test_a_store_that_ignores_conditions_is_refused(
     assert store.fs.find(store.root) == []
 
 
+def test_a_store_that_replaces_a_newer_file_is_refused(
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(url_of("memory"))
+    monkeypatch.setattr(
+        store_module, "swap", lambda fs, path, seen, data: fs.pipe_file(path, data) or seen
+    )
+    with pytest.raises(Refused, match=r"ignores the conditions of writes \(If-Match\)"):
+        store.check_writable()
+    assert store.fs.find(store.root) == []
+
+
 def test_a_folder_in_a_folder_of_the_same_name_is_listed(any_store: Store) -> None:
     fs, root = any_store.fs, any_store.root
     fs.makedirs(f"{root}/fox/fox/v1")

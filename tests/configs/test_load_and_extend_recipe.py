@@ -44,6 +44,7 @@ def test_documented_recipes_exist() -> None:
         ({"train.batch_size": 1}, "mean train.global_batch_size or train.micro_batch_size?)"),
         ({"source.prot": 1}, "source.prot: unknown setting (did you mean source.port?)"),
         ({"tpu": {"name": "a", "zon": "b"}}, "tpu.zon: unknown setting (did you mean tpu.zone?)"),
+        ({"ssh": {"hosts": ["-oProxyCommand=x", "b"]}}, "ssh.hosts.0: "),
         ({"train.wandb": {"projekt": "a"}}, "did you mean train.wandb.project?"),
         ({"train.best_checkpoint": {"patienc": 1}}, "did you mean train.best_checkpoint.patience?"),
         ({"publish.hub": {"rep": "a/b"}}, "did you mean publish.hub.repo?"),
@@ -56,8 +57,8 @@ def test_documented_recipes_exist() -> None:
         ({"encode": {"holdout": 0, 15: None}}, "encode.15: no setting is a number; write a dec"),
         ({"source": "./mine"}, "source: it takes a section, such as {kind: folder, path"),
         ({"source.path": "mine"}, "(of source.kind urls, folder, dataset or tars; this one is d"),
-        ({"source.pth": "mine"}, "source.pth: unknown setting (there are: count"),
-        ({"train.method": "LoRA"}, "'full' or 'lora' (got 'LoRA'; did you mean lora?)"),
+        ({"source.pth": "mine"}, "source.pth: unknown setting (there are: board, count"),
+        ({"train.method": "LoRA"}, "'lora' or 'controlnet' (got 'LoRA'; did you mean lora?)"),
         ({"evaluate.scheduler": "euler_a"}, "'euler_a' is euler_ancestral here"),
         ({"evaluate.scheduler": "DDIMScheduler"}, "(got 'DDIMScheduler'; did you mean ddim?)"),
         ({"train.fsdp": 2.5}, "or Input should be 'all' (got 2.5)"),
@@ -69,6 +70,11 @@ def test_documented_recipes_exist() -> None:
             "target_modules: Input should be 'attention', 'linear' or 'all', or it takes a list",
         ),
         ({"train.steps": 0}, "train.steps: Input should be greater than 0 (got 0)"),
+        (
+            {"slurm.time_limit": "soon"},
+            "it takes a text such as 4:00:00 or 2-00:00:00 (got 'soon')",
+        ),
+        ({"slurm.time_limit": 60}, "it takes a text such as 4:00:00 or 2-00:00:00 (got 60)"),
         ({"train.steps": None}, "train.steps: Input should be a valid integer (got null)"),
         ({"train.epochs": 1, "train.steps": 5}, "train: epochs and steps exclude each other"),
         ({"train.epochs": 1, "train.steps": 1000}, "train: epochs and steps exclude each other"),
@@ -201,6 +207,12 @@ def test_extends_changes_given_settings_and_keeps_others(tmp_path: Path) -> None
     assert recipe.train.steps == 7
     assert recipe.train.learning_rate == parent.train.learning_rate
     assert recipe.source == parent.source
+
+
+def test_a_description_is_not_inherited(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: sdxl-lora\nname: mine\n")
+    assert "One Piece" in load_recipe("sdxl-lora").description
+    assert load_recipe(str(tmp_path / "mine.yaml")).description == ""
 
 
 def test_a_recipe_with_epochs_does_not_inherit_steps(tmp_path: Path) -> None:
@@ -476,3 +488,9 @@ def test_a_merge_key_is_refused() -> None:
     """PyYAML would drop a setting that it repeats."""
     with pytest.raises(yaml.YAMLError, match="merge keys"):
         parse_yaml("train: {<<: {steps: 3, steps: 4}}")
+
+
+def test_counts_of_slurm_may_be_numbers() -> None:
+    slurm = {"gpus_per_node": 8, "memory": 0}
+    found = load_recipe("digits", {"train.hosts": 2, "slurm": slurm}).slurm
+    assert found is not None and (found.gpus_per_node, found.memory) == (8, 0)

@@ -9,7 +9,7 @@ import pytest
 from toy_recipes import BASES, toy
 
 from configs.load_recipe import load_recipe, recipe_names
-from tasks.evaluate.metrics import metric_names
+from tasks.evaluate.metrics import metric_names, prompt_sets
 from tasks.publish.promotion_gate import check_prompts, check_rules, parse_rule
 
 
@@ -40,9 +40,7 @@ def test_gate_of_a_recipe_bounds_copies_compares_with_confidence_and_knows_the_l
     bounds = {one.metric: one.number for one in rules if one.op in ("<", "<=")}
     assert (bounds.get("memorized") or 1) <= 0.05, "copies by features"
     assert (bounds.get("memorized_pixels") or 1) <= 0.02, "copies by pixels"
-    pictures = sum(
-        len(one.prompts) * one.images_per_prompt for one in recipe.evaluate.prompts.values()
-    )
+    pictures = sum(map(len, prompt_sets(recipe.evaluate).values()))
     assert pictures >= 40, "enough samples to find a copy among"
     beats = [one for one in rules if one.model == "base" and one.op in ("<", ">")]
     assert all(one.level == 0.95 for one in beats), "better than the base by more than chance"
@@ -79,9 +77,8 @@ def hub_ids(name: str) -> set[tuple[str, str]]:
     models = [recipe.model.path, recipe.model.vae, settings.clip, settings.image_encoder]
     models += settings.preference_models.values()
     found = {("model", path) for path in models if path is not None and not Path(path).exists()}
-    if recipe.source.kind == "dataset":
-        found.add(("dataset", recipe.source.path))
-    return found
+    sources = [recipe.of_source(one).source for one in recipe.sources] or [recipe.source]
+    return found | {("dataset", one.path) for one in sources if one.kind == "dataset"}
 
 
 def test_every_hub_id_of_a_recipe_has_a_date_when_it_was_last_seen() -> None:

@@ -9,8 +9,9 @@ from kiln_command import ROOT
 from configs.load_recipe import load_recipe
 from configs.settings.base_section import Section, facts_of, settings_of
 from configs.settings.recipe import Recipe
+from configs.settings.sources import MixtureSource
 from configs.settings.train import Train
-from configs.settings.train_parts import BestCheckpoint
+from configs.settings.train_parts import BestCheckpoint, MaskedLoss
 from tasks import download, train
 from tasks.encode import crop_to_bucket as encode
 from tasks.evaluate import stage as evaluate
@@ -62,10 +63,15 @@ def keys(recipe: Recipe) -> list[Any]:
 #: Settings whose value the key reads.
 OTHERS = {
     "train.best_checkpoint": BestCheckpoint(),
+    "train.masked_loss": MaskedLoss(),
+    "sources": {"a": MixtureSource(like="b")},
     "train.denoiser_config": str(ROOT / "demo/base/unet/config.json"),
 }
 OPTIONAL: dict[str, Any] = {"describe": {}, "select": {}, "caption": {}}
-RECIPE = load_recipe("digits", {"train.best_checkpoint": None, **OPTIONAL})
+RECIPE = changed(  # to a method whose section has settings of its own in the key
+    load_recipe("digits", {"train.best_checkpoint": None, "train.loss": "huber", **OPTIONAL}),
+    *("train.method", "controlnet"),
+)
 VALUES = dict(leaves(RECIPE))
 
 
@@ -79,6 +85,7 @@ def test_every_setting_is_in_a_key_or_says_why_not(name: str) -> None:
 
 
 def test_the_settings_that_weights_fix() -> None:
-    adapters = {"method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"}
+    adapters = {"method", "lora", "controlnet", "train_text_encoder"}
+    adapters |= {"inpainting", "aesthetic_score"}
     schedule = {"prediction_type", "zero_terminal_snr"}
     assert Train.names_with("fixed_by_weights") == adapters | schedule

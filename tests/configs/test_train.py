@@ -14,6 +14,13 @@ def key_settings(settings: Train) -> dict[str, Any]:
     return with_defaults_without_effect(settings).key_settings()
 
 
+SCHEDULE_FREE = {"optimizer": "adamw_schedule_free"}
+FUSED = {"fused_backward": True, "max_grad_norm": None}
+
+
+STREAMED = {"stream_blocks": 3, "method": "lora", "gradient_checkpointing": "blocks"}
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -22,6 +29,7 @@ def key_settings(settings: Train) -> dict[str, Any]:
         ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpointing_steps": 7}),
         ({"method": "lora"}, {"method": "lora", "processes": 2}),
         ({}, {"divergence": {"action": "skip", "patience": 2}}),  # of NaN alone
+        ({}, {"huber": {"delta": 0.3}}),
         ({"divergence": {"factor": 3.0}}, {"divergence": {"action": "skip", "factor": 3.0}}),
     ],
 )
@@ -33,6 +41,8 @@ def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[st
     ("common", "change"),
     [
         ({}, {"learning_rate": 1.0}),
+        ({}, {"loss": "huber"}),
+        ({"loss": "huber"}, {"huber": {"delta": 0.3}}),
         ({"method": "lora"}, {"lora": {"rank": 4}}),
         ({"method": "lora"}, {"lora": {"base_precision": "int8"}}),
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"processes": 2}),
@@ -51,6 +61,10 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
     [
         ({"processes": 3}, "processes"),
         ({"processes": 2, "fsdp": "all", "optimizer": "adafactor"}, "set fsdp to 1"),
+        (
+            {"hosts": 2, "processes": 3, "fsdp": 2, "global_batch_size": 6},
+            "fsdp: groups of 2 begin within a host of 3 processes: set a divisor or a multiple",
+        ),
         ({"keep_best": 1}, "keep_best"),
         ({"best_checkpoint": {}}, r"holdout_loss\.every_n_steps must divide checkpointing_steps"),
         (
@@ -73,6 +87,12 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
             "base_precision requires unsharded weights: set fsdp to 1",
         ),
         ({"lora": {"base_precision": "int8", "dora": True}}, "int8 requires dora: false"),
+        ({**STREAMED, "stream_blocks": 2}, "below 3 saves nothing"),
+        ({**STREAMED, "stream_blocks": "auto", "method": "full"}, "requires method: lora"),
+        ({**STREAMED, "method": "full"}, "requires method: lora"),
+        ({**STREAMED, "gradient_checkpointing": "none"}, "gradient_checkpointing: blocks"),
+        ({**STREAMED, "compile": "denoiser"}, "requires compile"),
+        ({**STREAMED, "processes": 2}, "requires processes: 1"),
         (
             {"cuda_graphs": True, "method": "lora", "lora": {"dropout": 0.1}},
             "requires lora.dropout: 0",
@@ -88,6 +108,18 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
         ({"steps": 10, "profile": {"start": 8, "steps": 3}}, "profile: steps 8 to 11"),
         ({"timesteps": {"bias_strategy": "later"}}, "no effect with bias_multiplier: 1"),
         ({"loss_scale": {"initial": 8.0}}, "loss_scale requires mixed_precision: fp16"),
+        (SCHEDULE_FREE | {"lr_scheduler": "cosine"}, "requires lr_scheduler: constant"),
+        (SCHEDULE_FREE | {"ema_decay": 0.9}, "an average of its own: set ema_decay to null"),
+        (SCHEDULE_FREE | {"adam_betas": [0, 0.9]}, r"requires an adam_betas\[0\] above 0"),
+        (
+            {"optimizer": "prodigy", "train_text_encoder": True, "text_encoder_lr": 1.0},
+            "prodigy has one learning rate",
+        ),
+        (FUSED | {"max_grad_norm": 1.0}, "fused_backward requires max_grad_norm: null"),
+        (FUSED | {"micro_batch_size": 4}, "fused_backward requires one micro-batch per step"),
+        (FUSED | {"processes": 2}, "fused_backward requires processes: 1"),
+        (FUSED | {"cuda_graphs": True}, "fused_backward requires cuda_graphs: false"),
+        (FUSED | {"optimizer": "prodigy"}, "fused_backward: prodigy updates all weights at once"),
     ],
 )
 def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -203,3 +235,7 @@ def test_a_score_of_an_average_that_did_not_change_is_refused() -> None:
         Train(**given, ema_every_n_steps=every)
     with pytest.raises(ValueError, match="ema_every_n_steps must divide checkpointing_steps"):
         Train(**given, ema_every_n_steps=20)
+
+
+def test_keys_of_squared_errors_lack_the_other_losses() -> None:
+    assert {"loss", "huber"}.isdisjoint(key_settings(Train()))

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shortest_recipe import shortest_recipe
 
 from configs.load_recipe import load_recipe, recipe_names
-from configs.settings.recipe import Recipe, with_defaults_without_effect
+from configs.settings.recipe import Recipe, warnings_without_effect, with_defaults_without_effect
 from tasks.encode import crop_to_bucket as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish
@@ -88,6 +89,30 @@ def test_what_disables_a_setting_is_told() -> None:
         "train.divergence.patience": "train.divergence.factor: null",
         f"{TIMESTEPS}.bias_multiplier": f"{TIMESTEPS}.bias_strategy: none",
     }
+
+
+def test_a_learning_rate_of_adamw_is_told_to_be_no_rate_of_prodigy() -> None:
+    given = {"train.optimizer": "prodigy", "train.learning_rate": 1e-4}
+    (words,) = warnings_without_effect(load_recipe("digits", given))
+    assert words == "train.learning_rate: 0.0001 is a factor with optimizer: prodigy: set 1"
+    assert not warnings_without_effect(load_recipe("digits", given | {"train.learning_rate": 1.0}))
+
+
+EDITED = {"prompts": [{"prompt": "a seven", "references": ["a.png"]}]}
+
+
+@pytest.mark.parametrize("more", [{}, {"unseen": {"held_out": 4}}])
+def test_samples_without_a_prompt_to_draw_are_told(more: dict[str, Any]) -> None:
+    def told(**sets: Any) -> list[str]:
+        recipe = shortest_recipe(train={"sample_every_n_steps": 10})
+        evaluate = recipe.evaluate.model_dump() | {"prompts": sets}
+        return warnings_without_effect(
+            Recipe.model_validate(recipe.model_dump() | {"evaluate": evaluate})
+        )
+
+    (words,) = told(edit=EDITED, **more)
+    assert words.startswith("train.sample_every_n_steps draws nothing, since all prompts have ref")
+    assert not told(edit=EDITED, plain={"prompts": ["a seven"]}, **more)
 
 
 def test_keys_leave_settings_without_effect_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shortest_recipe import shortest_recipe
 from sklearn.datasets import load_digits
 
 from artifacts.image_shards import Sample, write_tar
+from artifacts.latent_shards import INFO, MIXTURE
 from artifacts.records import digest_bytes
 from artifacts.store import KeyParts, Store
 from configs.settings.train import Train
@@ -55,8 +57,18 @@ class Subject:
         assert error["wrong_input"]
         return str(error["message"])
 
+    def rows(self, job: TrainJob, which: Sequence[str]) -> list[float]:
+        """What the driver's `rows` returns, in the process that is open."""
+        return list(self._call("rows", job, which))
+
     def _do(self, job: Job, code: int) -> list[dict[str, Any]]:
         """The events of a job that ends with an exit code."""
+        done = self._call("do", job)
+        assert done["code"] == code, (done["events"], self._process and self._process.log_end())
+        return list(done["events"])
+
+    def _call(self, name: str, job: Job, *arguments: Any) -> Any:
+        """What a function of the driver returns for a job."""
         if self._process is None:
             driver, python = Path(__file__).with_name("job_driver.py"), interpreter(self.on.runtime)
             with chips.standing_in(self.name):
@@ -64,9 +76,7 @@ class Subject:
         self._jobs += 1
         path = self._folder / f"job-{self._jobs}.json"
         write_job(job, path)
-        done = self._process.call("do", str(path))
-        assert done["code"] == code, (done["events"], self._process.log_end())
-        return list(done["events"])
+        return self._process.call(name, str(path), *arguments)
 
     def run_alone(self, job: Job) -> int | None:
         """The same as a stage does it: in a process of its own. Raises what run_job does."""
@@ -194,6 +204,20 @@ def latents(models: dict[str, Path], once: MakeOnce) -> Callable[[str], str]:
         return (once(f"conformance-latents-{family}", encoded) / "url").read_text()
 
     return url
+
+
+@pytest.fixture(scope="session")
+def mixture(latents: Callable[[str], str], once: MakeOnce) -> str:
+    """URL of a mixture of SDXL's latents, whose sources `old` and `subject` both have all."""
+
+    def named(folder: Path) -> None:
+        store, _, key = latents("sdxl").rsplit("/", 2)
+        draft = Store(store).draft(KeyParts("encode", 1, {"mixture": key}, {}))
+        draft.write(INFO, Path(latents("sdxl"), INFO).read_bytes())
+        draft.write(MIXTURE, json.dumps({"old": key, "subject": key}).encode())
+        (folder / "url").write_text(draft.commit({}, {}).uri)
+
+    return (once("conformance-mixture", named) / "url").read_text()
 
 
 @pytest.fixture(scope="session")

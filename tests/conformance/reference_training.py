@@ -30,9 +30,13 @@ class Plain:
 
     Args:
         denoiser: a diffusers model in float32; what of it requires a gradient is trained.
+        base: a second model, which predicts the targets of prior rows.
     """
 
-    def __init__(self, job: TrainJob, denoiser: torch.nn.Module) -> None:
+    def __init__(
+        self, job: TrainJob, denoiser: torch.nn.Module, base: torch.nn.Module | None = None
+    ) -> None:
+        self.base = base
         self.settings = Train(**job.train)
         self.batch = loader_of(job).batch
         self.denoiser = denoiser.train()
@@ -58,8 +62,20 @@ class Plain:
         given = {name: torch.from_numpy(array) for name, array in batch.conditioning.items()}
         noisy, timesteps = torch.from_numpy(batch.noisy_latents), torch.from_numpy(batch.timesteps)
         prediction = predict(self.denoiser, noisy, timesteps, given)
-        errors = (prediction - torch.from_numpy(batch.target)).square().mean(dim=(1, 2, 3))
-        loss = (errors * torch.from_numpy(batch.weight)).mean()
+        target = torch.from_numpy(batch.target)
+        if batch.is_prior is not None and self.base is not None:
+            with torch.no_grad():
+                predicted = predict(self.base, noisy, timesteps, given)
+            target = torch.where(
+                torch.from_numpy(batch.is_prior)[:, None, None, None], predicted, target
+            )
+        losses = (prediction - target) ** 2
+        if batch.huber_delta is not None:  # as kohya's sd-scripts write it
+            delta = torch.from_numpy(batch.huber_delta).view(-1, 1, 1, 1)
+            losses = 2 * delta * (torch.sqrt(losses + delta**2) - delta)
+        if batch.loss_mask is not None:
+            losses = losses * torch.from_numpy(batch.loss_mask)[:, None]
+        loss = (losses.mean(dim=(1, 2, 3)) * torch.from_numpy(batch.weight)).mean()
         loss.backward()
         most = self.settings.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(

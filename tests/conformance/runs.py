@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,7 +121,7 @@ def plain_denoiser(job: TrainJob) -> Plain:
     base, settings = Base.of(job), Train(**job.train)
     config = trained_config(base.denoiser, settings, job.denoiser_config)
     loaded = load_denoiser(base.denoiser_folder, config=config, seed=settings.seed)
-    return Plain(job, loaded.requires_grad_(True))
+    return Plain(job, loaded.requires_grad_(True), copy.deepcopy(loaded).requires_grad_(False))
 
 
 def plain_adapters(job: TrainJob) -> Plain:
@@ -128,6 +129,7 @@ def plain_adapters(job: TrainJob) -> Plain:
     lora = Train(**job.train).lora
     base = Base.of(job)
     denoiser = load_denoiser(base.denoiser_folder).requires_grad_(False)
+    frozen = copy.deepcopy(denoiser)
     attention = [".to_q", ".to_k", ".to_v", ".to_out.0"]
     attention += [".add_q_proj", ".add_k_proj", ".add_v_proj", ".to_add_out"]  # stream of text
     attention += [".to_qkv_mlp_proj", ".attn.to_out"]  # FLUX.2's single blocks
@@ -143,7 +145,7 @@ def plain_adapters(job: TrainJob) -> Plain:
             layer = f"{base.family.denoiser}.{name.removesuffix('.lora_A.default.weight')}"
             start = initial_down(job.train["seed"], layer, parameter.shape)
             parameter.data = torch.from_numpy(start)
-    return Plain(job, denoiser)
+    return Plain(job, denoiser, frozen)
 
 
 class _Start(Events):

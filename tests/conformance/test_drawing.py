@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import long_captions
 import numpy as np
 import pytest
 import torch
@@ -42,10 +44,16 @@ def furthest(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
 def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     """The pipeline called as its users call it, on the start noise that every runtime draws."""
     pipe = DiffusionPipeline.from_pretrained(model)
-    pipe.set_progress_bar_config(disable=True)
     # As many tokens as were trained on, which is all that so small a T5 or LLM takes.
     frozen = Base.open(model).family.frozen_text
     longest = None if frozen is None else pipe.components[frozen.tokenizer].model_max_length
+    more = {} if longest is None else {"max_sequence_length": longest}
+    return drawn_by(pipe, len(prompts), {"prompt": list(prompts), **more})
+
+
+def drawn_by(pipe: DiffusionPipeline, count: int, texts: dict[str, Any]) -> NDArray[np.int64]:
+    """`count` pictures of a pipeline, by the arguments of its call that say their texts."""
+    pipe.set_progress_bar_config(disable=True)
     config = pipe.vae.config
     channels = config.get("latent_channels", config.get("z_dim"))
     height, width = SAMPLER["height"], SAMPLER["width"]
@@ -53,7 +61,7 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
         generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
             (channels, height // 4, width // 4), dtype=np.float32
         )
-        for number in range(len(prompts))
+        for number in range(count)
     ]
     latents = torch.from_numpy(np.stack(noise))
     guidance = {"guidance_scale": SAMPLER["guidance_scale"]}
@@ -63,15 +71,14 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
         latents = pipe._patchify_latents(latents)
     if isinstance(pipe, QwenImagePipeline):
         guidance = {"true_cfg_scale": SAMPLER["guidance_scale"]}
-        guidance |= {"negative_prompt": [""] * len(prompts)}
+        guidance |= {"negative_prompt": [""] * count}
     drawn = pipe(
-        prompt=list(prompts),
         height=height,
         width=width,
         num_inference_steps=SAMPLER["num_inference_steps"],
         latents=latents,
         **guidance,
-        **({} if longest is None else {"max_sequence_length": longest}),
+        **texts,
     ).images
     return np.stack([np.asarray(picture).astype(int) for picture in drawn])
 
@@ -95,6 +102,43 @@ def test_the_same_prompts_and_noise_give_the_same_pictures(
     drawings = (Drawing(str(tmp_path / "drawn")),)
     on, model = runtime.on, str(models[family])
     runtime.run(GenerateJob(on.runtime, model, drawings, PROMPTS, SAMPLER, device=on.device))
+    assert furthest(pictures(tmp_path / "drawn"), expected) <= PICTURE
+
+
+@subjects(extended="xla mindspore", soak="hpu-eager hpu-lazy npu")
+def test_long_prompts_with_weights_draw_as_their_embeddings_in_diffusers(
+    runtime: Subject, models: dict[str, Path], once: Once, tmp_path: Path
+) -> None:
+    """Prompts and negative prompt are in three chunks, whose embeddings are sd-scripts'."""
+    model = models["sdxl"]
+    before = "a quick brown fox " * 6
+    parts = [[(before, 3.0), ("red cat", 1.0)], [(before + "dog", 1.0)]]
+    negative = "a blurry picture " * 8
+    sampler = SAMPLER | {"negative_prompt": negative}
+
+    def reference(folder: Path) -> None:
+        pipe = DiffusionPipeline.from_pretrained(model)
+        for name, weighted in (("drawn", True), ("another", False)):
+            texts = [[(text, weight if weighted else 1.0) for text, weight in p] for p in parts]
+            encoded = [long_captions.encode(model, text, 3) for text in texts]
+            against = [long_captions.encode(model, [(negative, 1.0)], 3)] * len(parts)
+            arguments = {
+                "prompt_embeds": torch.stack([states for states, _ in encoded]),
+                "pooled_prompt_embeds": torch.stack([pooled for _, pooled in encoded]),
+                "negative_prompt_embeds": torch.stack([states for states, _ in against]),
+                "negative_pooled_prompt_embeds": torch.stack([pooled for _, pooled in against]),
+            }
+            np.save(folder / name, drawn_by(pipe, len(parts), arguments))
+
+    plain = once("drawn-long", reference)
+    expected = np.load(plain / "drawn.npy")
+    assert furthest(expected, np.load(plain / "another.npy")) > OTHER
+    drawings = (Drawing(str(tmp_path / "drawn")),)
+    on = runtime.on
+    prompts = (f"({before}:3)red cat", f"{before}dog")
+    reading = {"max_tokens": 225, "emphasis": "weights"}
+    about = (on.runtime, str(model), drawings, prompts, sampler, on.device)
+    runtime.run(GenerateJob(*about, **reading))
     assert furthest(pictures(tmp_path / "drawn"), expected) <= PICTURE
 
 

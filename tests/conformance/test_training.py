@@ -14,6 +14,7 @@ from typing import Any
 import chips
 import numpy as np
 import pytest
+from altered_rows import of_rows
 from conformance import golden
 from conformance.conftest import MakeJob, Subject
 from conformance.runs import (
@@ -30,9 +31,11 @@ from conformance.runs import (
     subjects_and_families,
     train_here,
 )
+from tolerances import NORM
 from training import history, roll_back
 
 from runtimes.adapters.lora_files import LORA_WEIGHTS
+from runtimes.contract import OPTIONAL
 from runtimes.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
@@ -117,6 +120,23 @@ def test_cuda_graphs_change_no_bits(
         np.testing.assert_equal(result(graphs)[name], arrays)
 
 
+@subjects(only="torch npu cuda", soak="npu")
+@pytest.mark.parametrize("precision", [None, "int8", "nf4"])
+def test_streamed_blocks_change_no_bits(
+    runtime: Subject, make_job: MakeJob, precision: str | None
+) -> None:
+    lora = {**LORA, "lora": {**LORA["lora"], "base_precision": precision}}
+    resident, streamed = (
+        make_job(
+            runtime.name, name=str(n), gradient_checkpointing="blocks", stream_blocks=n, **lora
+        )
+        for n in (0, 99)
+    )
+    assert runtime.run(resident) == runtime.run(streamed) == 0
+    assert history(streamed) == history(resident)
+    np.testing.assert_equal(result(streamed)[LORA_WEIGHTS], result(resident)[LORA_WEIGHTS])
+
+
 @subjects(without="torch", extended="xla mindspore hpu-lazy", soak="hpu-eager npu")
 def test_a_run_goes_to_another_runtime_and_back(
     runtime: Subject, make_job: MakeJob, once: Once, tmp_path: Path
@@ -134,6 +154,28 @@ def test_a_run_goes_to_another_runtime_and_back(
     assert train_here(back) == 16
     assert_follows(back, expected)
     assert_close(next(iter(result(back).values())), weights)
+
+
+@subjects(extended="jax xla mindspore", soak="hpu-eager hpu-lazy npu")
+def test_a_mixture_follows_the_reference_and_resumes(
+    runtime: Subject, make_job: MakeJob, mixture: str, once: Once
+) -> None:
+    """Sources with weights of their own, of the samples and of the loss."""
+    plain = {"weight": 3.0, "repeats": None, "loss_weight": 1.0, "regularisation": None}
+    sources = {
+        "old": {**plain, "weight": 1.0, "loss_weight": 0.25, "caption_dropout_rate": 0.9},
+        "subject": {**plain, "caption_dropout_rate": None},
+    }
+    job = make_job(runtime.name, **OBJECTIVES["sdxl"])
+    job = replace(job, latents=mixture, mixture=sources)
+    expected, weights = reference(once, "mixture", lambda: plain_denoiser(job))
+    assert runtime.run(job) == 0
+    assert_follows(job, expected)
+    assert_close(next(iter(result(job).values())), weights)
+    lines = history(job)
+    roll_back(job, 16)
+    assert runtime.run(job) == 16
+    assert history(job) == lines
 
 
 @subjects(soak="jax xla mindspore hpu-eager hpu-lazy npu")
@@ -201,6 +243,21 @@ def test_half_precision_stays_where_it_was(runtime: Subject, make_job: MakeJob) 
     )
     runtime.run(job)
     golden.check(runtime.name, "sdxl full", dtype, history(job))
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.extended)])
+@subjects(soak="hpu-eager hpu-lazy npu")
+def test_masks_huber_and_prior_targets_follow_a_reference_with_two_models(
+    runtime: Subject, make_job: MakeJob, method: str
+) -> None:
+    settings: dict[str, Any] = {"steps": 3, "micro_batch_size": 4, "lr_scheduler": "constant"}
+    settings |= {"lr_warmup_steps": 0, **(LORA if method == "lora" else {})}
+    job = make_job(runtime.name, **settings)
+    plain = (plain_adapters if method == "lora" else plain_denoiser)(job)
+    plain.batch = of_rows(plain.batch)
+    expected = [figure for step in range(3) for figure in plain.step(step).values()]
+    job = replace(job, mixture={"old": {"regularisation": "prior"}})
+    assert runtime.rows(job, OPTIONAL) == pytest.approx(expected, rel=NORM)
 
 
 @pytest.mark.soak

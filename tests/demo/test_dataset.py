@@ -15,6 +15,7 @@ from PIL import Image
 
 from demo import captions, dataset
 from demo.captions import BASE_STYLES, NEW_STYLE, STYLES
+from demo.digit_judges import _distance_from_paper, nearest_style
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +53,51 @@ def test_a_dataset_without_the_new_style_has_base_styles_alone(tmp_path: Path) -
     rows = rows_of(dataset.write(tmp_path / "digits", count=0, rehearsal=200))
     styles = {STYLES[captions.parse(row["caption"]).styles()[0]].name for row in rows}
     assert len(rows) == 200 and styles == set(BASE_STYLES)
+
+
+def test_the_same_digits_are_drawn_on_a_black_board(tmp_path: Path) -> None:
+    green = rows_of(dataset.write(tmp_path / "green", count=40, rehearsal=10))
+    style = "white chalk on a black board"
+    black = rows_of(dataset.write(tmp_path / "black", count=40, rehearsal=10, style=style))
+    assert [row["caption"].replace("a green", "a black") for row in green] == [
+        row["caption"] for row in black
+    ]
+    images = np.stack([np.asarray(Image.open(tmp_path / "black" / row["url"])) for row in black])
+    assert judge(images, [row["caption"] for row in black])["style"].all()
+    changed = dataset.write(tmp_path / "green", count=40, rehearsal=10, style=style)
+    assert rows_of(changed) == black
+
+
+def test_a_reference_has_the_same_strokes_in_ink_and_the_caption_names_no_digit(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "edit"
+    urls = dataset.write(folder, count=60, rehearsal=20, references=True)
+    rows = rows_of(urls)
+    both = [
+        np.stack([np.asarray(Image.open(folder / row[name])) for row in rows])
+        for name in ("url", "reference")
+    ]
+    masks = [_distance_from_paper(pictures)[0] for pictures in both]
+    strokes = [mask / mask.max(axis=(1, 2), keepdims=True) for mask in masks]
+    alike = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(*strokes, strict=True)]
+    assert min(alike) > 0.9
+    asked = [captions.parse(row["caption"], has_reference=True) for row in rows]
+    assert all(each.digit is None for each in asked)
+    found = nearest_style(both[0])
+    assert all(style in each.styles() for style, each in zip(found, asked, strict=True))
+    shown = nearest_style(both[1])
+    assert {STYLES[style].name for style in shown} <= set(BASE_STYLES)
+    assert not (shown == found).any(), "an edit changes the style"
+
+
+def test_a_lost_reference_is_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / "edit"
+    dataset.write(folder, count=9, rehearsal=0, references=True)
+    before = (folder / "references/00003.png").read_bytes()
+    (folder / "references/00003.png").write_bytes(b"torn")
+    dataset.write(folder, count=9, rehearsal=0, references=True)
+    assert (folder / "references/00003.png").read_bytes() == before
 
 
 def test_a_larger_count_adds_rows_and_keeps_the_others_in_their_order(tmp_path: Path) -> None:

@@ -26,6 +26,17 @@ def test_a_caption_that_leaves_the_paper_open_accepts_any_paper() -> None:
     assert {STYLES[index].paper for index in styles} == {"a black board", "a green board"}
 
 
+def test_a_caption_of_an_edit_may_leave_the_digit_to_its_reference() -> None:
+    for index, style in enumerate(STYLES):
+        for template in captions.EDIT_TEMPLATES:
+            text = template.format(ink=style.ink, paper=style.paper)
+            asked = captions.parse(text, has_reference=True)
+            assert asked == captions.Asked(None, style.ink, style.paper)
+            assert asked.styles() == [index]
+            with pytest.raises(ValueError, match="should name one digit"):
+                captions.parse(text)
+
+
 @pytest.mark.parametrize(
     "text", ["a cat", "a three or a four in red ink", "a three in gold ink on a green board", ""]
 )

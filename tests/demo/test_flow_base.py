@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from configs.load_recipe import load_recipe
-from demo.captions import BASE_STYLES, NEW_STYLE
+from demo.captions import BASE_STYLES, EDIT_TEMPLATES, NEW_STYLE, STYLES
 from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base
 from runtimes.pipeline_folder.folder import Base
+
+EDIT_BASE = FLOW_BASE.with_name("edit_base")
 
 
 def draw(pipe: FluxPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:
@@ -75,6 +77,28 @@ def test_the_t5_knows_every_caption_in_sixteen_tokens(pipe: FluxPipeline) -> Non
     assert len({tuple(row) for row in ids}) == len(all_captions())
     assert max(map(len, ids)) <= 16 == Base.open(FLOW_BASE).text_length
     assert len(pipe.tokenizer_2) == pipe.text_encoder_2.config.vocab_size
+    assert pipe.tokenizer_2.unk_token_id not in {token for row in ids for token in row}
+
+
+def test_the_edit_base_is_this_base_in_the_layout_of_kontext() -> None:
+    own = {str(path.relative_to(EDIT_BASE)) for path in EDIT_BASE.rglob("*") if path.is_file()}
+    links = {name for name in own if (EDIT_BASE / name).is_symlink()}
+    assert own - links == {"README.md", "model_index.json"}
+    targets = {name: (FLOW_BASE / name).resolve() for name in links}
+    assert {name: (EDIT_BASE / name).resolve() for name in links} == targets
+    theirs = {str(path.relative_to(FLOW_BASE)) for path in FLOW_BASE.rglob("*") if path.is_file()}
+    assert own == theirs
+    assert Base.open(EDIT_BASE).family.name == "flux_kontext"
+
+
+def test_instructions_of_edits_fit_its_tokens(pipe: FluxPipeline) -> None:
+    texts = [
+        template.format(ink=style.ink, paper=style.paper)
+        for template in EDIT_TEMPLATES
+        for style in STYLES
+    ]
+    ids = pipe.tokenizer_2(texts).input_ids
+    assert max(map(len, ids)) <= 16
     assert pipe.tokenizer_2.unk_token_id not in {token for row in ids for token in row}
 
 

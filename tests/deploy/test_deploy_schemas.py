@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from kiln_command import ROOT
@@ -99,37 +100,44 @@ def test_services_that_stay_up_have_a_health_check_and_a_version_of_prefect() ->
         assert f"prefectTag: {version}-" in path.read_text(encoding="utf-8"), path.name
 
 
-def jobs(path: Path) -> list[dict[str, Any]]:
-    """Manifests of a file; of a JobSet, its Jobs."""
-    found = []
-    for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8")):
-        if manifest["kind"] == "JobSet":
-            for one in manifest["spec"]["replicatedJobs"]:
-                head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]}}
-                found.append({**head, "spec": one["template"]["spec"]})
-        else:
-            found.append(manifest)
-    return found
+def dask_schema() -> dict[str, Any]:
+    """The schema of the operator's DaskCluster, which allows no unknown field."""
+    (chart,) = VALIDATORS.glob("dask_kubernetes/operator/deployment/helm/*/crds/daskcluster.yaml")
+    # PyYAML's own parser takes seconds for it.
+    definition = yaml.load(chart.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    (version,) = definition["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    schema["properties"] |= {key: {} for key in ("apiVersion", "kind", "metadata")}
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if "properties" in part and not part.get("x-kubernetes-preserve-unknown-fields"):
+            part["additionalProperties"] = False
+        todo += part.get("properties", {}).values()
+        todo += [part["items"]] if "items" in part else []
+    return dict(schema)
 
 
-@pytest.mark.parametrize("name", ["torchrun.yaml", "tpu_jobset.yaml"])
-def test_manifest_is_of_kubernetes_and_does_not_run_as_root(name: str) -> None:
-    found = jobs(KUBERNETES / name)
-    for manifest in found:
-        check_manifest(manifest)
-    job = found[-1]["spec"]
-    nodes = {entry["name"]: entry.get("value") for entry in container(found[-1])["env"]}
-    assert str(job["completions"]) == str(job["parallelism"])
-    assert str(job["completions"]) == (nodes.get("NODES") or nodes.get("WORLD_SIZE"))
-    assert job["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
-    broken = copy.deepcopy(found[-1])
-    container(broken)["volumeMountz"] = []
-    with pytest.raises(Exception, match="volumeMountz"):
-        check_manifest(broken)
+def test_dask_cluster_is_of_the_operators_definition() -> None:
+    manifest = load(KUBERNETES / "dask_cluster.yaml")
+    schema = dask_schema()
+    jsonschema.validate(manifest, schema)
+    for part in ("scheduler", "worker"):
+        pod = manifest["spec"][part]["spec"]
+        check_manifest({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": part}, "spec": pod})
+        (found,) = pod["containers"]
+        assert found["command"][:2] == ["dask", part] and OWN.match(found["image"])
+        assert pod["securityContext"]["runAsNonRoot"] is True
+    name, place = (manifest["metadata"][key] for key in ("name", "namespace"))
+    assert f"tcp://{name}-scheduler.{place}:8786" in (KUBERNETES / "dask_cluster.yaml").read_text()
+    broken = copy.deepcopy(manifest)
+    broken["spec"]["worker"]["spec"]["containers"][0]["volumeMountz"] = []
+    with pytest.raises(jsonschema.ValidationError, match="volumeMountz"):
+        jsonschema.validate(broken, schema)
 
 
 def test_set_up_of_a_cluster_has_credentials_and_makes_its_pools() -> None:
-    (job,) = jobs(KUBERNETES / "set_up.yaml")
+    job = load(KUBERNETES / "set_up.yaml")
     check_manifest({**job, "metadata": {"name": "set-up"}})
     runs = container(job)
     assert runs["command"] == ["bash", "deploy/server/set_up.sh", "s3://BUCKET", "kubernetes"]

@@ -160,7 +160,7 @@ def dask_commands() -> list[list[str]]:
     compose = yaml.safe_load((DEPLOY / "workers/compose.yaml").read_text(encoding="utf-8"))
     services = compose["services"].values()
     commands = [one["entrypoint"] + one.get("command", []) for one in services]
-    page = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
     commands += [line.split() for line in re.findall(r"^\.venv/bin/(dask .*)$", page, re.MULTILINE)]
     return [words[1:] for words in commands]
 

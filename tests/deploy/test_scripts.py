@@ -1,20 +1,15 @@
 """Scripts that start a runtime or set up a machine: syntax, and the commands that they give."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from deploy_files import DEPLOY, owned, parses, run, write_program
+from deploy_files import DEPLOY, parses, run, write_program
 from kiln_command import ROOT
 
 SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
-#: Prints environment variables and arguments, one per line.
-PRINT_ARGUMENTS = """#!/bin/sh
-echo "PYTHONPATH=$PYTHONPATH"
-echo "PT_HPU_LAZY_MODE=$PT_HPU_LAZY_MODE"
-for word in "$@"; do echo "$word"; done
-"""
 
 
 @pytest.fixture
@@ -36,42 +31,6 @@ def test_script_parses_is_executable_and_stops_at_an_error(name: str) -> None:
     assert parses(text)
     assert "\nset -euo pipefail\n" in text
     assert os.access(DEPLOY / name, os.X_OK)
-
-
-def test_gaudi_launcher_starts_torchrun(checkout: Path) -> None:
-    write_program(checkout / "bin/torchrun", PRINT_ARGUMENTS)
-    script = checkout / "deploy/gaudi/launch.sh"
-    words = run(script, "job.json", "2", "8", "10.0.0.1", "1", programs=checkout / "bin")
-    assert words == [
-        f"PYTHONPATH={checkout}",
-        "PT_HPU_LAZY_MODE=0",
-        "--nnodes=2",
-        "--nproc_per_node=8",
-        "--node_rank=1",
-        "--master_addr=10.0.0.1",
-        "--master_port=12345",
-        "--no-python",
-        *("python3", "-P", "-m", "runtimes", str(checkout.parent / "job.json")),
-    ]
-
-
-def test_ascend_launcher_starts_msrun_of_the_environment(checkout: Path) -> None:
-    write_program(checkout / ".venv-mindspore/bin/msrun", PRINT_ARGUMENTS)
-    script = checkout / "deploy/ascend/launch.sh"
-    words = run(script, "job.json", "16", "8", "10.0.0.1", "1", programs=checkout / "none")
-    logs = "--log_dir=outputs/logs/job"  # in a folder that an image's user owns
-    assert words[2:] == [
-        "--worker_num=16",
-        "--local_worker_num=8",
-        "--node_rank=1",
-        "--master_addr=10.0.0.1",
-        "--master_port=8118",
-        "--cluster_time_out=600",
-        logs,
-        "--join=True",
-        *("python", "-P", "-m", "runtimes", str(checkout.parent / "job.json")),
-    ]
-    assert f"/kiln/{logs.partition('=')[2].partition('/')[0]}" in owned("ascend/Dockerfile")
 
 
 @pytest.mark.parametrize("words", [["xla"], ["jax"], []])
@@ -98,6 +57,43 @@ def test_make_renews_the_environment_of_a_tpu_if_its_lists_change(
     new = [] if changed is None else [f"--what-if=requirements/{changed}.txt"]
     query = ["make", "--question", *new, stamps[-1]]
     assert subprocess.run(query, cwd=tmp_path, capture_output=True).returncode == code
+
+
+def worker(checkout: Path, *words: str, endpoints: str = "a:b:10.0.0.1,a:b:10.0.0.2") -> list[str]:
+    """What the second worker's script prints; its Python prints the agent's command line."""
+    metadata = f'case "$*" in *number) printf 1 ;; *) printf {endpoints} ;; esac'
+    write_program(checkout / "bin/curl", f"#!/bin/sh\n{metadata}\n")
+    for folder in (".venv", ".venv-xla"):
+        write_program(checkout / folder / "bin/python", f'#!/bin/sh\necho {folder} "$@"\n')
+    return run(checkout / "deploy/tpu/worker.sh", *words, programs=checkout / "bin")
+
+
+@pytest.mark.parametrize(("runtime", "folder"), [("jax", ".venv"), ("xla", ".venv-xla")])
+def test_a_slices_worker_runs_the_agent_of_its_runtime(
+    checkout: Path, runtime: str, folder: str
+) -> None:
+    job = "gs://bucket/run/jobs/1a.json"
+    said = worker(checkout, runtime, job, "2", "30")
+    assert said == [
+        f"{folder} -P -u -m runtimes.process.host_agent {job} --hosts 2 --host 1 "
+        "--address 10.0.0.1:8476 --grace 30 --watch-stdin"
+    ]
+
+
+def test_a_worker_whose_command_is_repeated_stops_the_first_start(checkout: Path) -> None:
+    """As gcloud does when a connection is cut."""
+    words = ("jax", "gs://bucket/run/jobs/1a.json", "2", "30")
+    worker(checkout, *words)
+    assert [json.loads(line) for line in worker(checkout, *words)] == [
+        {"host": 1, "event": "exit", "code": 143}
+    ]
+
+
+def test_a_slice_of_other_workers_than_the_recipe_says_is_wrong_input(checkout: Path) -> None:
+    said = worker(checkout, "jax", "gs://bucket/run/jobs/1a.json", "4", "30")
+    error, ended = map(json.loads, said)
+    assert error["wrong_input"] and "has 2 hosts, not 4: set 2" in error["message"]
+    assert ended == {"host": 1, "event": "exit", "code": 2}
 
 
 def test_libtpu_of_runtime_jax_is_that_of_the_plans() -> None:

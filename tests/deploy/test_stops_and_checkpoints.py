@@ -18,36 +18,8 @@ from kiln_command import ROOT
 from waiting import wait_until
 
 from configs.load_recipe import load_recipe
-from runtimes.process.collectives import free_port
 
 PATIENCE = 60  # seconds, for a machine that does much else
-
-
-def torchrun_pod(folder: Path, rank: str) -> subprocess.Popen[bytes]:
-    """The container's command of torchrun.yaml for one node, whose one rank is a shell script."""
-    text = (DEPLOY / "kubernetes/torchrun.yaml").read_text(encoding="utf-8")
-    text = text.replace("29500", str(free_port()))
-    (job,) = (one for one in yaml.safe_load_all(text) if one["kind"] == "Job")
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    write_program(folder / "bin/python", f"#!/bin/bash\n{rank}\n")
-    programs = [folder / "bin", Path(sys.executable).parent, os.environ["PATH"]]
-    env = dict.fromkeys(("NODES", "GPUS"), "1") | {"MASTER": "127.0.0.1", "JOB": "job.json"}
-    env |= {"JOB_COMPLETION_INDEX": "0", "PATH": ":".join(map(str, programs))}
-    words = [*container["command"], *container["args"]]
-    return subprocess.Popen(words, cwd=folder, env=env | {"TMPDIR": str(folder)})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "code"),
-    [
-        pytest.param("exit 0", 0, marks=pytest.mark.extended),
-        ("exit 2", 2),
-        pytest.param("exit 7", 1, marks=pytest.mark.extended),
-    ],
-)
-def test_a_pod_of_torchrun_reports_wrong_input(tmp_path: Path, rank: str, code: int) -> None:
-    assert torchrun_pod(tmp_path, rank).wait() == code
 
 
 def stopped(program: subprocess.Popen[Any], folder: Path) -> int:
@@ -55,14 +27,6 @@ def stopped(program: subprocess.Popen[Any], folder: Path) -> int:
     wait_until((folder / "started").exists, PATIENCE, alive=lambda: program.poll() is None)
     program.terminate()
     return program.wait(PATIENCE)
-
-
-@pytest.mark.slow
-def test_a_pod_of_torchrun_ends_after_the_checkpoint_of_a_stop(tmp_path: Path) -> None:
-    save = "trap 'sleep 1; touch saved; exit 143' TERM"
-    pod = torchrun_pod(tmp_path, f"{save}\ntouch started\nwhile :; do sleep 0.1; done")
-    assert stopped(pod, tmp_path) == 1
-    assert (tmp_path / "saved").exists()
 
 
 #: Stands in for Prefect, whose worker ends itself by SIGINT on SIGTERM: a shell must not ignore it.

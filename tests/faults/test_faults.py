@@ -126,6 +126,14 @@ def test_some_commits_plant_every_fault(repository: Path) -> None:
     assert planted == set(range(20))
 
 
+def test_a_large_change_plants_a_part_of_its_faults(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = chosen(repository)
+    monkeypatch.setattr("faults.planted.MOST", 3)  # of 5 or 6
+    assert chosen(repository) in (whole[::2], whole[1::2])
+
+
 def test_a_change_may_begin_at_a_named_commit(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

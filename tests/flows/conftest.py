@@ -10,10 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import published as checks
 import pytest
+import two_hosts
 from kiln_command import ROOT, command, environment, run_json
 from prefect_server import shared_server
 
+from configs.load_recipe import load_recipe
 from flows.cli import EXIT_CODES, main
 
 
@@ -78,6 +81,40 @@ def first(published: Path, tmp_path: Path) -> dict[str, Any]:
     text = (published / "report.json").read_text(encoding="utf-8")
     report: dict[str, Any] = json.loads(text.replace(f"{published}/", f"{tmp_path}/"))
     return report
+
+
+@pytest.fixture(scope="session")
+def published_report(published: Path) -> checks.Report:
+    """The report of the run in `published`, whose latents further trainings take."""
+    report: checks.Report = json.loads((published / "report.json").read_bytes())
+    return report
+
+
+@pytest.fixture
+def train_longer(
+    published_report: checks.Report, smallest: dict[str, Any], tmp_path: Path
+) -> two_hosts.Run:
+    """`train_longer(name, overrides)` trains in a store of that name; the artifact's folder."""
+
+    def run(name: str, overrides: dict[str, Any]) -> Path:
+        recipe = load_recipe("digits", {**smallest, **two_hosts.LONGER, **overrides})
+        return checks.train_apart(recipe, published_report, tmp_path / name)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    once: Callable[..., Path], published_report: checks.Report, smallest: dict[str, Any]
+) -> bytes:
+    """The weights of the same training by two processes of this machine."""
+
+    def make(folder: Path) -> None:
+        two = {**smallest, **two_hosts.LONGER, "train.processes": 2}
+        trained = checks.train_apart(load_recipe("digits", two), published_report, folder / "store")
+        shutil.copy(trained / two_hosts.WEIGHTS, folder / "weights")
+
+    return (once("trained-by-two-processes", make) / "weights").read_bytes()
 
 
 @pytest.fixture

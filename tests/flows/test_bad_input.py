@@ -161,7 +161,7 @@ def test_errors_found_before_any_stage(
         ({"store": "/sys/kiln"}, "no permission"),  # root may write nothing there, either
         ({"publish.registry": "FILE"}, "publish.registry: no folder can be made at"),
         ({"publish.registry": "/sys/kiln"}, "publish.registry: no permission"),
-        ({"model.path": "FILE"}, "it is a file: give a folder"),
+        ({"model.path": "FILE"}, "is no valid safetensors file"),
         ({"model.path": "demo/base/unet"}, "model.path: ROOT/demo/base/unet/model_index.json is"),
         ({"model.vae": "/nowhere"}, "model.vae: model"),
         ({"evaluate.clip": "FILE"}, "evaluate.clip: model"),

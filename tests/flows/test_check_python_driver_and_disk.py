@@ -14,7 +14,7 @@ from flows import doctor
 from runtimes import detect_hardware
 from runtimes.detect_hardware import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
-from tasks.plan.gpu import shipped_plans
+from tasks.plan.shipped_plans import shipped_plans
 
 SMI = "#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564'\necho 'NVIDIA GeForce RTX 4090, 24564'\n"
 PROC = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\n"

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import picture_sources
 import pytest
 from hub_server import HubServer, Repository
 from loopback_server import refusing
+from safetensors.numpy import save_file
 
 from artifacts.records import FORMAT, encode_record
 from configs.checks import Finding, collect
@@ -108,7 +110,17 @@ def test_a_model_that_left_the_hub_is_a_problem(sd2: Recipe, hub: HubServer) -> 
     assert said.startswith(
         f"model.path: model {sd2.model.path}: no such folder, and the hub has no"
     )
-    assert said.endswith("set model.path to a folder, URL or hub id")
+    assert said.endswith("set model.path to a folder, .safetensors file, URL or hub id")
+
+
+def test_adapters_as_a_base_have_one_remedy(sd2: Recipe, tmp_path: Path) -> None:
+    file = tmp_path / "lora.safetensors"
+    save_file({"lora_unet_x.lora_down.weight": np.zeros((2, 2), np.float32)}, file)
+    model = sd2.model.model_copy(update={"path": str(file)})
+    (said,) = check(sd2.model_copy(update={"model": model}))["problem"]
+    assert said.endswith(
+        "adapters, not a model: set the model that they are for, and train.lora.start to this file"
+    )
 
 
 def test_a_gated_model_that_lists_its_files_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
@@ -211,6 +223,8 @@ def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
     (said,) = memory(changed, "my.yaml", "-o", "train.micro_batch_size=1")
     command = f"kiln plan my.yaml -o train.micro_batch_size=1 --gpu {gib}GB"
     assert said.words.endswith(command) and said.level == "note"
+    (chosen,) = memory(load_recipe("sdxl", {"train.memory": "auto"}))
+    assert chosen.level == ("ok" if level == "ok" else "note")
 
 
 @pytest.mark.parametrize(

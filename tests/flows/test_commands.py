@@ -19,12 +19,10 @@ from terminal import Terminal
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Away
 from configs.load_recipe import load_recipe, recipe_names
+from configs.settings.recipe import Model
 from flows import doctor
 from flows.cli import app, main
 from runtimes.contract import Probe
-from runtimes.torch_models.gpu_specs import GIB
-from tasks.plan.gpu import memory_of
-from tasks.progress import hours_in_words
 from tasks.publish.registry import Registry
 
 Here = Callable[..., str]  # of conftest.py
@@ -47,6 +45,8 @@ TELLING = {
     "show": ["show", "publish/", "--store", "{place}/store"],
     "verify": ["verify", "--store", "{place}/store"],
     "gc": ["gc", "--store", "{place}/store"],
+    "import": ["import", "kohya", "{place}/store"],
+    "new": ["new", "{place}/nowhere"],
     "plan": ["plan", "digits"],
     "data": ["data", "digits", "--skip-page"],
     "run": ["run", "digits", "-o", "train.stpes=1"],
@@ -58,13 +58,14 @@ TELLING = {
     "reject": ["reject", "tiny", "v1", "--reason", "thin", "--store", "{place}/store"],
     "rollback": ["rollback", "tiny", "--store", "{place}/store"],
     "history": ["history", "tiny", "--store", "{place}/store"],
+    "mcp": ["mcp", "--folder", "{place}/nowhere"],
     "push": ["push", "tiny@v9", "me/tiny", "--store", "{place}/store"],
     "sign": ["sign", "tiny@v9", "--key", "{place}/key", "--store", "{place}/store"],
 }
 #: Here they are wrong input: nothing is done.
 WRONG = {
-    *("plan", "data", "run", "retrain", "sweep", "place", "generate"),
-    *("promote", "reject", "rollback", "push", "sign"),
+    *("import", "new", "plan", "data", "run", "retrain", "sweep", "place", "generate"),
+    *("promote", "reject", "rollback", "push", "sign", "mcp"),
 }
 
 
@@ -220,33 +221,35 @@ def test_a_plan_is_for_one_accelerator(here: Here, option: str) -> None:
     assert f"{option} is given 2 times: plan one after another" in said
 
 
-def test_a_shipped_recipe_is_planned_without_the_hub(
-    here: Here, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpu", "H100", "--hosts", "3"], "must be a multiple of processes (3, on all hosts)"),
+        (["--gpu", "H100", "--network", "100GB"], "write gigabits per second, such as 100Gb"),
+        (["--topology", "v5p-8", "--hosts", "2"], "--hosts and --network are for --gpu"),
+    ],
+)
+def test_hosts_of_a_plan_are_those_of_gpus(here: Here, options: list[str], said: str) -> None:
+    assert said in " ".join(here("plan", "digits", *options, code=2).split())
+
+
+@pytest.mark.slow
+def test_a_recipe_of_a_shipped_base_is_planned_without_the_hub(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the plan that comes with it; what its model's configs would tell is null."""
+    """By the configs that come with it, with any settings."""
 
-    def away(path: str, **_: object) -> Path:
-        raise Away(f"model {path}: the hub cannot be reached")
+    def away(model: Model, **_: object) -> Path:
+        raise Away(f"model {model.path}: the hub cannot be reached")
 
-    monkeypatch.setattr("tasks.plan.plan.resolve_configs", away)
-    stored = memory_of(load_recipe("sdxl-lora"))
-    assert stored is not None
-    priced = ("-o", "plan.chip_hour_price=2")
-    found = json.loads(here("plan", "sdxl-lora", "--gpu", "H100", "--json", *priced))
-    assert found["fits"] and found["peak_gib"] * GIB == stored.largest
-    assert found["training_gib"] * GIB == stored.training and found["advice"] is None
-    assert found["hours"] > 0 and found["cost"] == 2 * found["hours"]
-    rows = here("plan", "sdxl-lora", "--gpu", "H100").splitlines()
-    assert re.fullmatch(r"memory    [\d.]+ GiB of 73.60 GiB: fits, [\d.]+ GiB spare", rows[-3])
-    assert re.fullmatch(r"time      [\d.]+ (hours|minutes) \(at 20% .*\)", rows[-1])
-    assert [hours_in_words(hours) for hours in (1234.56, 0.05)] == ["1,234.6 hours", "3.0 minutes"]
-    cause, refusal = here("plan", "sdxl", "--gpu", "24GB", code=2).splitlines()
-    assert cause.endswith("the hub cannot be reached; this is the plan that comes with the recipe")
-    assert refusal.startswith("kiln: sdxl needs 55.4 GiB, 24 GB has 22.1 GiB for tensors")
-    other = here("plan", "sdxl", "--gpu", "24GB", "-o", "train.micro_batch_size=2", code=1)
-    assert other.endswith("the hub cannot be reached\n"), "no plan of these settings"
-    search = here("plan", "sdxl", "--gpu", "H200", "--largest", code=1)
-    assert search.endswith("the hub cannot be reached\n"), "no search without the model"
+    monkeypatch.setattr("tasks.plan.plan.resolve_base", away)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: sd15-lora\nname: mine\ntrain: {sample_every_n_steps: 0}\n")
+    to_gpu = ("--gpu", "8GB", "-o", f"store={tmp_path}/store")
+    found = here("plan", str(mine), *to_gpu)
+    assert re.search(r"^memory    [\d.]+ GiB of 7.36 GiB: fits, [\d.]+ GiB spare$", found, re.M)
+    fork = here("plan", str(mine), *to_gpu, "-o", "model.path=someone/else", code=1)
+    assert fork.endswith("model someone/else: the hub cannot be reached\n")
 
 
 @pytest.mark.slow

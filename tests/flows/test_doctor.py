@@ -15,6 +15,7 @@ import pytest
 from loopback_server import LoopbackServer, refusing
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from configs.load_recipe import load_recipe
 from flows import doctor
 from flows import doctor as flows_doctor
 from flows.doctor import examine
@@ -209,3 +210,11 @@ def test_every_runtime_answers_from_its_own_environment(here: Here) -> None:
     assert found["torch"]["available"] and "cpu" in found["torch"]["devices"][0]
     for name in ("xla", "mindspore"):
         assert found[name]["available"] or name in found[name]["reason"].lower()
+
+
+def test_only_a_run_of_this_machine_will_train_on_its_cpu() -> None:
+    probe = Probe(True, ["cpu"])
+    (here,) = doctor._trains_on_cpu(probe, load_recipe("digits"))
+    assert "will train on the CPU" in here.what
+    elsewhere = load_recipe("digits", {"train.hosts": 2, "slurm.partition": "gpu"})
+    assert [*doctor._trains_on_cpu(probe, elsewhere)] == []

@@ -12,9 +12,14 @@ from document_blocks import Block, blocks_of
 from kiln_command import ROOT
 
 #: Pages whose unmarked blocks a test below runs, in the order that a reader takes.
-RUN = ("README.md", "docs/tutorial.md", "docs/operate.md", "docs/faq.md")
+RUN = ("README.md", "docs/tutorial.md", "docs/operate.md")
 #: Pages on other machines: none of their commands runs here.
-MARKED = ("docs/choose.md", "docs/cuda.md", "docs/extending.md")
+MARKED = (
+    *("docs/choose.md", "docs/clusters.md", "docs/cluster-sections.md", "docs/errors.md"),
+    "docs/full-finetune.md",
+    *("docs/lora.md", "docs/simple-english.md", "docs/ascend.md", "docs/ascend.zh.md"),
+    "docs/internals/extending.md",
+)
 #: What the machine of the tests lacks.
 NEEDS = ("a GPU", "a TPU", "an Ascend NPU", "a Gaudi", "the hub", "a cluster", "a server", "a page")
 
@@ -29,7 +34,7 @@ def test_marks_say_what_a_block_needs_or_what_runs_it(document: str) -> None:
 
 
 def test_examples_of_extensions_are_code_of_the_files_they_name() -> None:
-    blocks = blocks_of("docs/extending.md")
+    blocks = blocks_of("docs/internals/extending.md")
     shown = [block for block in blocks if block.language == "python" and block.reason]
     assert "tests/made_up/patchwork.py" in {block.reason for block in shown}
     for block in shown:

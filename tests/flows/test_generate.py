@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from artifacts.gc import runs
+from artifacts.records import digest_bytes
 from artifacts.store import KeyParts, Store
 from flows.generate import GenerateRun
 from tasks.build_or_reuse import RECIPE
@@ -95,6 +96,31 @@ def test_pictures_have_their_settings(
     drawn = Store(str(tmp_path / "store"))
     made = {(artifact.stage, artifact.key) for artifact in drawn.artifacts()}
     assert made == {key for run in runs(drawn) for key in run.keys}  # `kiln gc` leaves them
+
+
+@pytest.mark.extended
+def test_a_picture_is_drawn_by_a_reference(
+    tiny_flux2: Path, tmp_path: Path, here: Callable[..., str], api: str
+) -> None:
+    reference = tmp_path / "reference.png"
+    Image.new("RGB", (64, 48), (200, 30, 30)).save(reference)
+    (tmp_path / "notes.png").write_text("no picture")
+    sizes = ("height=32", "width=48", "num_inference_steps=1", "num_images_per_prompt=1")
+    given = [
+        part for each in (*sizes, "device=cpu", f"store={tmp_path}/s") for part in ("-o", each)
+    ]
+
+    def say(*references: str, code: int = 0) -> str:
+        flags = [part for name in references for part in ("--reference", str(tmp_path / name))]
+        arguments = (str(tiny_flux2), "a cat", *flags, *given, "--out", str(tmp_path / "out"))
+        return here("generate", *arguments, "--json", code=code, api=api)
+
+    report = json.loads(say("reference.png").splitlines()[-1])
+    (listed,) = Path(report["folder"]).glob("pictures.json")
+    (digest,) = json.loads(listed.read_text())["settings"]["references"]
+    assert digest == digest_bytes(reference.read_bytes())
+    assert json.loads(say("reference.png").splitlines()[-1])["outcome"] == "reused"
+    assert "notes.png cannot be read as a picture" in say("reference.png", "notes.png", code=2)
 
 
 def test_pictures_have_no_stages_before_them(monkeypatch: pytest.MonkeyPatch) -> None:

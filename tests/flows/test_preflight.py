@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from reused_runs import published_by, run_of_digits
 
 from artifacts.latent_shards import Latents, ShardRef
+from configs.checks import enter
 from configs.errors import Refused
 from configs.load_recipe import load_recipe, load_trials
 from flows.run import check_gate_rules, prepare
@@ -23,7 +24,7 @@ from runtimes.process.questions import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
-from tasks.preflight import _check_position_embeddings
+from tasks.preflight import Doors, _check_position_embeddings
 from tasks.publish.register import register
 from tasks.publish.stage import registry_of
 
@@ -47,11 +48,13 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
             },
             "train.timesteps.bias_begin and bias_end: 0 to 1001 is no range",
         ),
-        ({"train.optimizer": "adamw_8bit", "train.device": "cpu"}, "needs a CUDA device"),
+        ({"train.optimizer": "adamw_8bit", "train.device": "cpu"}, "needs bitsandbytes"),
+        ({"runtime": "jax", "train.optimizer": "lion"}, "lion is not for runtime jax: set adamw"),
         ({"runtime": "jax", "train.compile": "blocks"}, "compile has no effect with runtime: jax"),
         ({"runtime": "jax", "train.lora.base_precision": "int8"}, "no effect with runtime: jax"),
         ({"runtime": "jax", "evaluate.offload": True}, "offload has no effect with runtime: jax"),
         ({"evaluate.offload": True, "evaluate.device": "hpu"}, "no effect with device: hpu"),
+        ({"encode.text_precision": "nf4"}, "neither a T5 nor a language model"),
         ({"train.mixed_precision": "fp16"}, "fp16 requires runtime mindspore"),
         ({"train.cuda_graphs": True, "train.device": "cpu"}, "cuda_graphs needs a CUDA device"),
         ({"train.allow_tf32": True, "train.device": "cpu"}, "allow_tf32 needs a CUDA device"),
@@ -335,6 +338,14 @@ def test_shards_that_the_devices_cannot_share_are_refused(
         prepare(load_recipe("digits", {**jax, "train.fsdp": 3}), until="train")
 
 
+def test_shards_that_the_hosts_of_a_cluster_cannot_share_are_refused(small: dict[str, Any]) -> None:
+    """Before the cluster is used, and without its devices."""
+    hosts = {"train.hosts": 2, "train.processes": 2, "slurm": {}}
+    recipe = load_recipe("digits", {**small, **hosts, "train.fsdp": 2, "train.device": "npu"})
+    with pytest.raises(Refused, match=r"train\.fsdp: 2: device npu has no shard groups"):
+        enter(Doors(recipe, ("train",)).machine())
+
+
 @pytest.mark.parametrize("name", ["laion-jax", "sd2-v5p"])
 def test_the_runtime_must_support_the_recipes_scheduler(name: str) -> None:
     recipe = load_recipe(name)
@@ -405,6 +416,14 @@ def test_few_held_out_pictures_are_told_before_training(
     assert "of its runs, with 8 held-out pictures" in caplog.text
 
 
+def test_an_error_of_a_source_names_it(small: dict[str, Any], tmp_path: Path) -> None:
+    settings = {name: value for name, value in small.items() if not name.startswith("source.")}
+    missing = {"source": {"kind": "folder", "path": str(tmp_path / "none")}}
+    sources = {"subject": missing, "chalk": {"source": {"kind": "digits", "count": 20}}}
+    with pytest.raises(Refused, match=r"^sources\.subject\.source\.path: "):
+        prepare(load_recipe("digits", {**settings, "sources": sources}))
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Models that were planned; each step needs 1 GiB."""
@@ -412,11 +431,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def ask(*words: str) -> dict[str, Any]:
         models.append(json.loads(words[-1])["model"])
-        numbers = dict.fromkeys((f.name for f in fields(StepMemory)), 0)
         moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
-        return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
+        several: Any = dict.fromkeys(("moments", "accumulating", "captions"), moments)
+        step = StepMemory(weights=1, flops_per_image=1.0, **several)
+        return asdict(step)
 
-    monkeypatch.setattr("tasks.plan.gpu.ask", ask)
+    monkeypatch.setattr("tasks.plan.gpu_memory.ask", ask)
     return models
 
 

@@ -206,7 +206,8 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
     once = SimpleNamespace(max_pictures=None)
     recipe = SimpleNamespace(sweep=None, place=None, evaluate=once, caption=None)
     here: Any = SimpleNamespace(store=None, recipe=recipe)
-    one: Any = SimpleNamespace(load=lambda *_: None, latents="")
+    latents = SimpleNamespace(summary={})
+    one: Any = SimpleNamespace(load=lambda *_: latents, latents="")
     monkeypatch.setattr("flows.retrain.new_samples", away_once(3))
     assert retrain._has_new_samples(here, one, one) and waited == [10.0]
     state = SimpleNamespace(result=lambda: one)

@@ -165,6 +165,42 @@ def test_a_sent_run_takes_the_plan_of_its_sender(
             sent.plan()
 
 
+def test_too_many_references_are_refused_before_the_download(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "list.jsonl"
+    path.write_text('{"url": "http://a/1", "caption": "a", "before": ["http://b/1", "http://b/2"]}')
+    facts = {"path": str(path), "format": "jsonl", "reference_columns": ("before",)}
+    recipe = run.recipe.model_copy(update={"source": UrlSource(kind="urls", **facts)})
+    with pytest.raises(Refused, match=r"sources\.edits\.source: a picture has 2 references, .* sd"):
+        replace(run, recipe=recipe, source="edits").plan()
+
+
+def test_a_sent_download_of_references_has_the_key_of_its_sender(
+    run: Run, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "list.csv"
+    path.write_text("url,caption,before\n" + "".join(f"{n},a,r{n % 7}\n" for n in range(40)))
+    columns = {"format": "csv", "reference_columns": ["before"]}
+    source = UrlSource(kind="urls", path=str(path), base_url="http://127.0.0.1", **columns)
+    run = replace(run, recipe=run.recipe.model_copy(update={"source": source}))
+    plan = run.planned_rows()
+    own = run.stage_of_references(plan)
+    assert own is not None and own.plan.rows == 7
+    parameters = sending(replace(run, sends_references=True), "download", plan.artifact)
+    assert parameters["references"] and not sending(run, "download", plan.artifact)["references"]
+
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache-of-another-machine"))
+    sent = Sent("download", own.parts.key, parameters["before"], references=True)
+    built: list[str] = []
+
+    def build(self: Run, stage: Any, before: Any) -> StageResult:
+        built.append(stage.parts.key)
+        return StageResult("download", stage.parts.key, "", "", "built", 0.0)
+
+    monkeypatch.setattr(Run, "build", build)
+    finetune.download.fn(replace(run, sent=sent))
+    assert built == [own.parts.key]
+
+
 def test_a_row_is_found_that_shards_of_both_plans_have_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,7 +247,7 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
     [
         ("describe", ["download"], ["download"]),
         ("caption", ["download", "describe"], ["download", None, "describe"]),
-        ("encode", ["download", "caption"], ["download", None, "caption"]),
+        ("encode", ["download", "caption"], ["download", None, "caption", None]),
     ],
 )
 def test_a_sent_stage_gets_none_for_a_stage_that_the_recipe_lacks(
@@ -398,6 +434,30 @@ def test_a_retraining_names_its_champion(run: Run) -> None:
     champion = Champion("v3", *[""] * 7)
     assert sending(replace(run, champion=champion), "train")["champion"] == "v3"
     assert sending(run, "train")["champion"] is None
+
+
+def test_a_sent_download_has_the_champions_data_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits = {"source": {"kind": "digits", "count": 9, "rehearsal": 0}}
+    settings = {"store": str(tmp_path), "shared_folders": [str(tmp_path)], "place.download": "cpu"}
+    recipe = load_recipe("digits", {**settings, "sources": {"old": digits, "new": digits}})
+    champion = Champion("v1", *[""] * 7, sources={"old": ("images", "latents")})
+    about = (Store(recipe.store), base_of(recipe), MeasuringModels(tmp_path), "a-run")
+    run = Run(recipe, *about, champion=champion)
+    made = run.store.draft(KeyParts("download", 1, {}, {})).commit({}, {})
+    taken: list[Champion | None] = []
+
+    def task(run: Any) -> State[StageResult]:
+        taken.append(run.value.champion)
+        return Completed(data=StageResult.of_reused(run.value.store, "download", made.key))
+
+    monkeypatch.setattr(work_pools, "TASKS", {"download": task})
+    monkeypatch.setattr(work_pools, "prepare", lambda sent, **_: Run(sent, *about))
+    monkeypatch.setattr(work_pools, "find_champion", lambda *_: champion)
+    for name in recipe.sources:
+        work_pools.run_stage.fn(**sending(run.of_source(name), "download"))
+    assert taken == [champion.of_source("old"), None]
 
 
 def test_a_stage_that_waits_holds_no_slot_of_its_limit(

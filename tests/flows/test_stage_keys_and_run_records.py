@@ -21,7 +21,9 @@ from flows.run import Run
 from tasks import download
 from tasks.build_or_reuse import build_or_reuse
 from tasks.encode.stage import EncodeStage
+from tasks.plan.gpu_memory import with_settings
 from tasks.publish import stage as publish
+from tasks.train import TrainStage
 
 
 @pytest.fixture
@@ -81,6 +83,23 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
     inputs, parents = asked(finetune.publish, run, *before)
     assert inputs["model"] == trained.digest and inputs["evaluation"] == evaluated.digest
     assert parents == {"model": trained, "evaluation": evaluated}
+
+
+def test_the_alpha_of_a_start_in_pefts_layout_is_in_the_key(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"adapters")
+    train = with_settings(run.recipe.train, {"method": "lora", "lora.start": str(file)})
+    recipe = run.recipe.model_copy(update={"train": train})
+    latents = commit(run.store, "encode", 1, {})
+
+    def key() -> str:
+        return TrainStage(recipe, latents, run.base, clip=run.measuring.clip).parts.key
+
+    keys = {key()}
+    for alpha in (8, 16):
+        (tmp_path / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+        keys.add(key())
+    assert len(keys) == 3
 
 
 def test_the_limit_of_bad_samples_holds_for_a_reused_encode_too(run: Run) -> None:

@@ -84,7 +84,12 @@ def test_captioners_share_a_download_and_have_a_training_each(
             here("sweep", "digits", "--json", overrides=given, api=api).splitlines()[-1]
         )
         asked = Counter(body["model"] for body in server.bodies)
-    assert asked == {"one": 60, "other": 60}
+    store = Store(small["store"])
+    encoded = store.load("encode", report["stages"]["encode"]["key"])
+    assert encoded is not None
+    summary = encoded.manifest["summary"]
+    trained_on = summary["samples"] - summary["holdout"]  # the others keep the source's captions
+    assert summary["samples"] == 60 and asked == {"one": trained_on, "other": trained_on}
     assert [trial["status"] for trial in report["trials"]] == ["measured", "measured"]
     made = {
         stage: len([*Path(small["store"], stage).glob("*/manifest.json")])

@@ -16,8 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
-from artifacts.store import KeyParts, Store
+from artifacts.latent_shards import LatentSample, Texts, to_bfloat16, write_latent_shard
+from artifacts.references import (
+    INDEX,
+    SUFFIX,
+    ReferencePlace,
+    Targets,
+    encode_index,
+    write_reference_shard,
+)
+from artifacts.store import Draft, KeyParts, Store
 from configs.settings.train import Train
 from runtimes.families import family_named
 from runtimes.pipeline_folder.folder import Base
@@ -74,17 +82,27 @@ def _of_varying_lengths(embeds: Any) -> list[Any]:
 
 
 def _write_latents(
-    url: str, shards: Sequence[Groups], scratch: Path, texts: Texts | None = None, **info: Any
+    url: str,
+    shards: Sequence[Groups],
+    scratch: Path,
+    texts: Texts | None = None,
+    loss_masks: Sequence[Any] = (),
+    first: int = 0,
+    references: Sequence[int] = (),
+    **info: Any,
 ) -> str:
     """An encode artifact below the store at `url`, with `shards` as groups -> count.
 
     Args:
         texts: of every shard; None: of random numbers.
+        loss_masks: of the first samples of each group.
+        first: number of the first shard, which selects its random numbers and its key.
+        references: how many references the samples of a group have, by turns.
     """
     store = Store(url)
     info = {**INFO, **info}
     draft = store.draft(KeyParts("encode", 1, {"info": info, "shards": list(shards)}, {}))
-    for number, groups in enumerate(shards):
+    for number, groups in enumerate(shards, first):
         rng = np.random.default_rng(number)
         samples = {
             group: [
@@ -95,12 +113,73 @@ def _write_latents(
             ]
             for group, count in groups.items()
         }
+        for rows in samples.values():
+            rows[: len(loss_masks)] = [
+                replace(row, loss_mask=mask) for row, mask in zip(rows, loss_masks, strict=False)
+            ]
+            if info.get("control"):
+                rows[:] = [replace(row, control=_random_control(row, info)) for row in rows]
         path = scratch / "shard.safetensors"
         write_latent_shard(path, samples, _random_texts(rng, info) if texts is None else texts)
         key = f"{number:064x}"
         meta = {"groups": dict(groups), "bad": 0}
         draft.add_shard(store.commit_shard("encode", key, {".safetensors": str(path)}, meta))
+    if references:
+        _write_references(draft, shards, references, info["latent_channels"], scratch)
     draft.write("latents.json", json.dumps(info).encode())
+    return draft.commit({}, {}).uri
+
+
+#: (h, w) of the first, second and third reference of each sample.
+REFERENCE_SIZES = ((4, 8), (8, 6), (6, 6))
+
+
+def _write_references(
+    draft: Draft, shards: Sequence[Groups], counts: Sequence[int], channels: int, scratch: Path
+) -> None:
+    """Two references of each size in one shard, and the index by which samples have one of each."""
+    rng = np.random.default_rng(11)
+    shapes = [(channels, *size) for size in REFERENCE_SIZES for _ in range(2)]
+    means = [to_bfloat16(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+    path = scratch / "references"
+    write_reference_shard(path, [(rng.bytes(32), mean) for mean in means])
+    draft.add_shard(draft.store.commit_shard("encode", "f" * 64, {SUFFIX: str(path)}, {}))
+    names = [f"{height}x{width}" for height, width in REFERENCE_SIZES]
+    places = [ReferencePlace(0, name, row) for name in names for row in range(2)]
+
+    def of_sample(row: int) -> list[int]:
+        return [
+            2 * number + (row // len(counts)) % 2 for number in range(counts[row % len(counts)])
+        ]
+
+    targets = {
+        f"{shard:064x}": {
+            group: Targets.from_lists(map(of_sample, range(count)))
+            for group, count in groups.items()
+        }
+        for shard, groups in enumerate(shards)
+    }
+    draft.write(INDEX, encode_index(places, targets))
+
+
+def _random_control(sample: LatentSample, info: dict[str, Any]) -> Any:
+    rng = np.random.default_rng(sample.original_size)
+    if family_named(info["family"]).control == "latents":
+        return rng.normal(size=sample.mean.shape).astype(np.float32)
+    return rng.integers(256, size=(3, *sample.target_size)).astype(np.uint8)
+
+
+def _write_mixture(url: str, sources: Mapping[str, Sequence[Groups]], scratch: Path) -> str:
+    """The encode artifact of a mixture: source -> its shards, as groups -> count."""
+    keys = {}
+    first = 0
+    for name, shards in sources.items():
+        latents = _write_latents(url, shards, scratch, first=first)
+        keys[name] = latents.rpartition("/")[2]
+        first += len(shards)
+    draft = Store(url).draft(KeyParts("encode", 1, {"sources": keys}, {}))
+    draft.write("latents.json", json.dumps(INFO).encode())
+    draft.write("mixture.json", json.dumps(keys).encode())
     return draft.commit({}, {}).uri
 
 
@@ -122,6 +201,12 @@ WriteLatents = Callable[..., str]
 def write_latents(tmp_path: Path) -> WriteLatents:
     """`write_latents(url, shards, **info)` writes an encode artifact and returns its URL."""
     return lambda url, shards, **info: _write_latents(str(url), shards, tmp_path, **info)
+
+
+@pytest.fixture
+def write_mixture(tmp_path: Path) -> Callable[[Mapping[str, Sequence[Groups]]], str]:
+    """`write_mixture(sources)` writes the encode artifact of a mixture and returns its URL."""
+    return lambda sources: _write_mixture(str(tmp_path / "mixture"), sources, tmp_path)
 
 
 #: Captions of different lengths, one longer than an encoder reads; the first is the empty one.
@@ -168,7 +253,7 @@ def make_job(tiny_sdxl: Path, latents_url: str, tmp_path: Path) -> MakeJob:
     """Builds a train job; keywords are train settings, or fields of the job."""
 
     def make(name: str = "run", **settings: Any) -> TrainJob:
-        names = ("model", "latents", "runtime", "text_dtype")
+        names = ("model", "latents", "runtime", "text_dtype", "mixture")
         fields = {key: settings.pop(key) for key in names if key in settings}
         small = {"steps": 6, "global_batch_size": 4, "learning_rate": 1e-3, "device": "cpu"}
         job = TrainJob(

@@ -2,8 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import chips
 import pytest
 
 from configs.errors import Refused
@@ -12,6 +13,7 @@ from configs.settings.train import Train
 from runtimes import registry
 from runtimes.registry import (
     RuntimeSpec,
+    check_elsewhere,
     check_family,
     check_installed,
     check_settings,
@@ -102,3 +104,38 @@ def test_settings_without_a_supporting_device_are_refused() -> None:
     check_settings("torch", Train(device="cpu"))
     with pytest.raises(Refused, match="device cuda:99: this machine has"):
         check_settings("torch", Train(device="cuda:99"))
+
+
+@pytest.mark.slow
+def test_a_check_for_an_npu_loads_torch_npu_in_another_process() -> None:
+    chips.require("npu")
+    with chips.standing_in("npu"):
+        check_settings("torch", Train(device="npu"))
+        with pytest.raises(Refused, match="device npu:9: this machine has 2 Ascend NPU"):
+            check_settings("torch", Train(device="npu:9"))
+    assert "torch_npu" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("runtime", "settings", "words"),
+    [
+        ("mindspore", {"fsdp": "all"}, "all: runtime mindspore does not shard weights, .* set 1$"),
+        ("torch", {"fsdp": 2, "device": "hpu"}, "2: device hpu does not shard weights, .* set 1$"),
+        ("torch", {"fsdp": 2, "device": "npu"}, "device npu has no shard groups, .* set 1 or all$"),
+        ("torch", {"fsdp": 4, "hosts": 3}, "4 does not divide the 6 processes of all hosts"),
+        ("torch", {"device": "tpu"}, "tpu is not for runtime torch: set auto, cpu, mps, cuda, npu"),
+        ("torch", {"device": "cuda:1"}, "train.device: cuda:1 is one device for 4 processes"),
+        ("torch", {"device": "npu", "optimizer": "adamw_8bit"}, "8bit is not for device npu"),
+        ("torch", {"device": "hpu", "allow_tf32": True}, "allow_tf32 needs a CUDA device, not hpu"),
+        ("torch", {"device": "cpu", "attention": "efficient"}, "attention needs a CUDA device"),
+        ("xla", {}, "train.processes is not for runtime xla"),
+        ("mindspore", {"optimizer": "lion"}, "lion is not for runtime mindspore: set adamw"),
+    ],
+)
+def test_what_a_runtime_lacks_on_hosts_is_known_without_them(
+    runtime: str, settings: dict[str, Any], words: str
+) -> None:
+    shared = {"hosts": 2, "processes": 2, "global_batch_size": 12}
+    with pytest.raises(Refused, match=words):
+        check_elsewhere(runtime, Train(**shared | settings))
+    check_elsewhere("torch", Train(**shared, fsdp=2))

@@ -15,8 +15,8 @@ from tasks.beam.pipeline import make_pipeline
 
 def documented(heading: str) -> dict[str, Any]:
     """The `beam` options in the page on engines, of both stages."""
-    page = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
-    section = page.split(f"### {heading}\n")[1].split("\n### ")[0]
+    page = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
     found = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
     assert found is not None
     recipe = yaml.safe_load(found[1])

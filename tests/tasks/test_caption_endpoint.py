@@ -51,6 +51,12 @@ def test_without_any_server_the_stage_is_away_and_says_which() -> None:
         captions_of(f"http://{away}/v1", retries=1)
 
 
+def test_an_answer_that_is_nested_too_deep_is_no_caption() -> None:
+    with CaptionServer(["nested", "nested"]) as server:
+        answers = captions_of(server.base_url, retries=1, pictures=1)
+    assert answers == {0: None}
+
+
 def test_a_picture_that_a_server_fails_on_has_no_caption_and_the_others_have_theirs() -> None:
     with CaptionServer() as server:
         server.refuses = "#640000"  # the picture of row 10, as its JPEG

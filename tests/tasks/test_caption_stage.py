@@ -1,5 +1,6 @@
 """The caption stage: real captioners, what is captioned again, and what is bad about captions."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,28 @@ from PIL import Image
 from shortest_recipe import shortest_recipe
 from tiny_vision_language import save_vision_language
 
+from artifacts.records import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Failed
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.build_or_reuse import Stage
 from tasks.caption.stage import CaptionStage
-from tasks.caption.tables import CaptionedSample, Rule, captions_to_train, read_captions, tables_of
+from tasks.caption.tables import (
+    RULE,
+    CaptionedSample,
+    Rule,
+    captions_to_train,
+    read_captions,
+    tables_of,
+)
 from tasks.describe.stage import DescribeStage
 from tasks.describe.tables import read_table
+from tasks.encode.crop_to_bucket import is_holdout
 from tasks.evaluate.features import Clip
 from tasks.evaluate.judges import cosine
 from tasks.panels import to_markdown
+from tasks.pictures import Pictures
 from tasks.select.selection import FILE
 
 #: Random weights give no sentence: they repeat, and never end.
@@ -42,7 +53,7 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def caption_images(
     store: Store, images: Artifact, caption: dict[str, Any], selected: Artifact | None = None
 ) -> Artifact:
-    recipe = shortest_recipe(store=store.url, caption=caption)
+    recipe = shortest_recipe(store=store.url, caption=caption, encode={"holdout": 0})
     return built(CaptionStage(recipe, images, selected), store)
 
 
@@ -151,7 +162,7 @@ def recipe_of_folder(folder: Path, count: int = 24, **sections: Any) -> Recipe:
 
 def test_one_changed_picture_is_captioned_alone(tmp_path: Path) -> None:
     with CaptionServer() as server:
-        recipe = recipe_of_folder(tmp_path, caption=served(server))
+        recipe = recipe_of_folder(tmp_path, caption=served(server), encode={"holdout": 0})
         store = Store(recipe.store)
         before = built(CaptionStage(recipe, build(recipe)), store)
         assert len(server.asked) == 24
@@ -162,6 +173,27 @@ def test_one_changed_picture_is_captioned_alone(tmp_path: Path) -> None:
     assert len(server.asked) == 1
     samples = captions_of(before)
     assert sum(sample == samples.get(i) for i, sample in captions_of(after).items()) == 23
+
+
+def test_of_held_out_pictures_those_without_a_caption_are_captioned(tmp_path: Path) -> None:
+    with CaptionServer() as server:
+        encode = {"holdout": 0.5}
+        recipe = recipe_of_folder(tmp_path, caption=served(server, prefix="TOK "), encode=encode)
+        [*_, bare] = held_out = [
+            file
+            for file in sorted((tmp_path / "pictures").rglob("*.png"))
+            if is_holdout(bytes.fromhex(digest_bytes(file.read_bytes())), 0.5)
+        ]
+        bare.with_suffix(".txt").write_text("")
+        images = build(recipe)
+        artifact = built(CaptionStage(recipe, images), Store(recipe.store))
+        assert len(server.asked) == 24 - len(held_out) + 1 == artifact.summary["kept"]
+    rule = json.loads(artifact.read(RULE))
+    shards = Pictures(images, None, artifact).shards
+    read = {s.source_sha256: s.captions for shard in shards for s in shard.read(rule, 0.5)}
+    texts = {file: read[bytes.fromhex(digest_bytes(file.read_bytes()))] for file in held_out}
+    assert texts.pop(bare)[0].startswith("TOK In short: a picture")
+    assert all(texts[f] == (f"TOK {f.with_suffix('.txt').read_text()}",) for f in texts)
 
 
 @pytest.mark.parametrize("captioned", [False, True])

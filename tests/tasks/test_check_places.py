@@ -70,6 +70,14 @@ def test_only_the_pool_of_the_download_must_reach_the_source(
     assert why in message
 
 
+def test_only_the_pool_of_the_captions_must_reach_their_servers() -> None:
+    endpoint = {"urls": ["http://127.0.0.1:8000/v1"], "model": "vlm"}
+    given = {**ON_GPU, "caption": {"endpoint": endpoint}}
+    check_places(load_recipe("digits", given), STAGES)
+    with pytest.raises(Refused, match=r"caption.endpoint.urls.0: .* \(place.caption\) cannot"):
+        check_places(load_recipe("digits", {**given, "place.caption": "gpu"}), STAGES)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -90,7 +90,7 @@ def test_a_file_that_a_job_cannot_write_is_named() -> None:
         ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     output = ChildOutput(lambda event: None)
-    pumps = [lambda: output.mixed(child.stdout)]
+    pumps = [lambda: output.events(child.stdout)]
     refused = pytest.raises(Failed, match=r"^no permission for /cache/a: grant it")
     with refused, storing(Store("memory://bucket")):
         wait_for_result(child, output, pumps, child.kill, child.kill)
@@ -146,7 +146,7 @@ def test_the_error_of_a_process_that_died_is_one_line_of_what_matters(
         start_new_session=True,
     )
     output = ChildOutput(lambda event: None)
-    pumps = [lambda: output.mixed(child.stdout)]
+    pumps = [lambda: output.log(child.stdout)]
     with pytest.raises(JobFailed, match=said) as raised:
         wait_for_result(child, output, pumps, child.kill, child.kill)
     assert "\n" not in str(raised.value)
@@ -185,7 +185,7 @@ def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_result() -> Non
         ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     output, begun = ChildOutput(lambda event: None), time.monotonic()
-    pumps = [lambda: output.mixed(child.stdout)]
+    pumps = [lambda: output.events(child.stdout)]
     assert wait_for_result(child, output, pumps, child.kill, child.kill)["n"] == 1
     assert time.monotonic() - begun < 30
 
@@ -200,14 +200,14 @@ def interrupt(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(tasks_run_job, "_wait", interrupted)
     output = ChildOutput(lambda event: ready.set())
-    pumps = [lambda: output.mixed(child.stdout)]
+    pumps = [lambda: output.events(child.stdout)]
     stop, kill = partial(tasks_run_job._stop, child, 30.0), partial(tasks_run_job._kill, child)
     with pytest.raises(KeyboardInterrupt):
         wait_for_result(child, output, pumps, stop, kill)
 
 
 def test_a_job_that_is_stopped_is_known_whatever_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a TPU slice, whose stop is its own; a second SIGTERM would kill the job."""
+    """A second SIGTERM would kill the job."""
 
     def interrupted(child: subprocess.Popen[str]) -> int:
         raise KeyboardInterrupt

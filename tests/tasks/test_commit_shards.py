@@ -16,8 +16,9 @@ from configs.errors import Away
 from runtimes.process.job import EncodeJob
 from tasks.child_process import ProcessLost
 from tasks.devices import commit_shards as pipeline
-from tasks.devices.commit_shards import CommitShards, ShardTask, _Placeholder, commit_shards
+from tasks.devices.commit_shards import CommitShards, _Placeholder, commit_shards
 from tasks.devices.processes import DevicePool
+from tasks.devices.shards import ShardTask
 from tasks.encode.encoders import EncodingPlan
 
 pytestmark = pytest.mark.slow

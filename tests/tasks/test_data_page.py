@@ -4,11 +4,16 @@ import html
 import json
 import re
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from encode_stage import picture_of
+from picture_bytes import encode_picture, noise_picture
+from PIL import Image
+from referenced_data import data_set_source, encoded, recipe_of, write_data_set
 from shortest_recipe import shortest_recipe
 from source_rows import write_list
 
@@ -28,7 +33,7 @@ from tasks.caption.tables import RULE, CaptionedSample, Rule, write_captions
 from tasks.data_page import PICTURES, count_rows, counts, write_page
 from tasks.data_set import DataSet, column_facts
 from tasks.encode.stage import EncodeStage
-from tasks.panels import human
+from tasks.panels import Gallery, human
 from tasks.picture_story import tell
 from tasks.select.selection import read_selection
 from tasks.select.stage import SelectStage
@@ -122,13 +127,13 @@ def world(tiny_sdxl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         selected = build(store, SelectStage(recipe, images, None), of_images)
         captions = captioned(store, images, selected, recipe, root)
         latents = build(store, EncodeStage(recipe, images, Base.open(tiny_sdxl)), of_images)
-        stages = {a.stage: [a.key] for a in (images, selected, captions, latents)}
+        stages = {a.stage: [a.key] for a in (plan.artifact, images, selected, captions, latents)}
         record_run(store, "a-run", {"recipe": dump(recipe), "stages": stages})
         yield World(recipe, DataSet.newest(store, recipe.name), folder)
 
 
 def test_counts_are_those_of_each_stage_by_reason(world: World) -> None:
-    found = counts(world.recipe.stages, world.data)
+    found = counts(world.recipe, world.data)
     assert found["download"] == {"downloaded": COUNT - 1, "not an image": 1}
     assert found["select"] == {"kept": COUNT - 4, WHERE: 2, "exact duplicate": 1}
     assert found["caption"] == {
@@ -143,7 +148,7 @@ def test_counts_are_those_of_each_stage_by_reason(world: World) -> None:
 
 def test_a_stage_that_is_not_built_has_the_command_that_builds_it(world: World) -> None:
     artifacts = {n: a for n, a in world.data.artifacts.items() if n != "encode"}
-    rows = count_rows(counts(world.recipe.stages, DataSet(artifacts)), "my.yaml")
+    rows = count_rows(counts(world.recipe, DataSet(artifacts)), "my.yaml")
     assert rows[-1] == {
         "stage": "encode",
         "pictures": "not built",
@@ -197,9 +202,13 @@ def test_what_became_of_a_picture_is_told_at_each_stage(world: World) -> None:
     assert kept["select"] == "kept" and kept["caption"] == "training reads 'TOK made 9'"
     assert kept["encode"].startswith(("train, bucket 32 x 32", "holdout, bucket 32 x 32"))
     assert world.told(4)[0]["select"] == f"dropped: {WHERE}"
-    [copy, original] = sorted(world.told(0), key=lambda story: story["select"])
-    assert copy["select"].startswith("dropped: exact duplicate; in group ")
-    assert original["select"].startswith("kept; in group ")
+    [original, copy] = world.told(0)
+    assert original["select"] == "kept; of 2 duplicates"
+    url = original["source"].partition(", ")[0]
+    names = {str(world.file(number)) for number in (0, 1)}
+    assert names == {url, copy["source"].partition(", ")[0]}
+    assert copy["select"] == f"dropped: exact duplicate; of 2 duplicates, {url} is kept"
+    assert "train" not in copy and copy["encode"].startswith("see its entry above")
     sha256 = digest_bytes(world.file(9).read_bytes())
     assert dict(tell(world.recipe, world.data, sha256)[0]) == kept
 
@@ -214,8 +223,10 @@ def test_a_rejected_caption_is_told_with_its_reason(world: World) -> None:
 
 def test_a_failed_row_is_told_by_its_url(world: World) -> None:
     url = f"sha256:{digest_bytes(b'broken')}"
-    [story] = tell(world.recipe, world.data, url)
-    assert dict(story)["download"].startswith("no picture: not an image")
+    for what in (url, str(world.file(2))):
+        [story] = tell(world.recipe, world.data, what)
+        assert story[0].text == f"{what}, 'picture 2'"
+        assert dict(story)["download"].startswith("no picture: not an image")
 
 
 def test_a_url_that_the_condition_of_the_source_drops_is_told_so(
@@ -266,3 +277,62 @@ def test_the_commands_print_counts_and_stories_and_write_the_page(
     other = world.recipe.model_copy(update={"name": "other"})
     with pytest.raises(Refused, match=r"no pictures of it: kiln run my\.yaml --until download"):
         show_data(other, "my.yaml", None, as_json=False)
+
+
+def test_the_page_shows_masks_as_pictures_are_trained_on(
+    tiny_sdxl: Path, tmp_path: Path, own_cache: Path
+) -> None:
+    """Pictures are white; masks show the left of their middle square, to which encode crops."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    mask = np.zeros((64, 128), np.uint8)
+    mask[:, 32:64] = 255
+    for number in range(6):
+        white = np.full((64, 128, 3), 255 - number, np.uint8)
+        (folder / f"{number}.png").write_bytes(encode_picture(Image.fromarray(white)))
+        if number:
+            data = encode_picture(Image.fromarray(mask))
+            (folder / f"{number}.mask.png").write_bytes(data)
+    recipe = shortest_recipe(
+        store=str(tmp_path / "store"),
+        source={"kind": "folder", "path": str(folder), "mask": "files"},
+        download={"image_size": 64, "min_image_size": 1},
+        encode={"resolution": 64, "holdout": 0.0, "device": "cpu"},
+        train={"masked_loss": {}},
+        model={"path": str(tiny_sdxl)},
+    )
+    store = Store(recipe.store)
+    plan = download.plan(recipe)
+    images = build(store, download.DownloadStage(recipe, plan), {"plan": plan.artifact})
+    latents = build(store, EncodeStage(recipe, images, Base.open(tiny_sdxl)), {"images": images})
+    panels = [p for p in data_page.panels_of(DataSet.before(latents)) if isinstance(p, Gallery)]
+    [gallery] = [panel for panel in panels if "masks hide" in panel.title]
+    shown = [np.asarray(Image.open(BytesIO(data)), int) for data, _ in gallery.pictures]
+    assert len(shown) == 6 and all(picture.shape == (64, 64, 3) for picture in shown)
+    left = [picture[:, :28].mean() for picture in shown]
+    green = sorted(picture[:, 36:, 1].mean() for picture in shown)
+    assert min(left) > 245
+    assert max(green[:5]) < 110 and green[5] > 245  # one has no mask
+
+
+def test_references_follow_their_pictures(tiny_sd: Path, tmp_path: Path) -> None:
+    """Picture n has the greys of the references n and n + 1, or none; none are shown of others."""
+    greys = [
+        encode_picture(Image.fromarray(np.full((16, 16, 3), 20 * n, np.uint8))) for n in range(9)
+    ]
+    rows = [
+        (noise_picture(n, 16, 16), f"picture {n}", greys[n : n + 2] if n else []) for n in range(8)
+    ]
+    path = write_data_set(tmp_path / "data.parquet", rows)
+    recipe = recipe_of(tmp_path / "store", tiny_sd, data_set_source(path), holdout=0.0)
+    data = DataSet.before(encoded(recipe))
+    [gallery] = [panel for panel in data_page.panels_of(data) if isinstance(panel, Gallery)]
+    found: dict[str, list[int]] = {}
+    target = ""
+    for picture, text in gallery.pictures:
+        if "its reference" in text:
+            found[target].append(round(np.asarray(Image.open(BytesIO(picture))).mean() / 20))
+        else:
+            target = text.rpartition(" · ")[2]
+            found[target] = []
+    assert found == {f"picture {n}": [n, n + 1] if n else [] for n in range(8)}

@@ -18,12 +18,14 @@ from loopback_server import LoopbackServer
 from source_rows import ROWS, make_recipe, many_rows, parquet, png, rows_of, write_list
 from store_servers import REMOTE, UrlOf
 
+from artifacts.records import digest_json
 from configs.errors import Away, Refused
-from configs.settings.data import UrlSource
+from configs.settings.data import DigitsSource, UrlSource
 from tasks import download
 from tasks.download import lists as download_lists
 from tasks.download.rows import Row
 from tasks.download.source_files import reading
+from tasks.download.sources import Digits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -359,6 +361,18 @@ def test_a_port_in_use_is_reported_before_any_work() -> None:
         with pytest.raises(Refused, match=f"port {port} is in use"):
             download.check(make_recipe({"kind": "digits", "port": port}))
     download.check(make_recipe({"kind": "digits", "port": port}))
+
+
+def test_the_demo_s_digits_are_in_chalk_on_a_board_of_either_colour(tmp_path: Path) -> None:
+    rows = {}
+    for board in ("green", "black"):
+        source = {"kind": "digits", "count": 3, "rehearsal": 0, "board": board}
+        rows[board] = rows_of(make_recipe(source), tmp_path)
+        assert all(f"white chalk on a {board} board" in row.captions[0] for row in rows[board])
+    assert {row.url for row in rows["green"]} == {row.url for row in rows["black"]}
+    (piece,) = Digits(DigitsSource(kind="digits")).pieces()  # as before there was `board`
+    known = {"kind": "digits", "seed": 0, "count": 1797, "rehearsal": 900}
+    assert piece.identity == digest_json(known)
 
 
 def test_encode_quality_of_png_has_its_own_range(tmp_path: Path) -> None:

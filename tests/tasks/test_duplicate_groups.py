@@ -55,7 +55,7 @@ def hashed(images: list[Image.Image]) -> tuple[NDArray[np.uint64], NDArray[np.ui
 def near(images: list[Image.Image], distance: int = 10) -> Groups:
     thumbnails = np.stack([thumbnail(image) for image in images])
     groups = duplicates.ungrouped(len(images))
-    return join_near_hashes(groups, groups, *hashed(images), thumbnails.__getitem__, distance, 0.9)
+    return join_near_hashes(groups, groups, *hashed(images), thumbnails.__getitem__, distance, 0.94)
 
 
 def test_copies_are_grouped_with_their_original_and_with_nothing_else() -> None:
@@ -69,6 +69,16 @@ def test_copies_are_grouped_with_their_original_and_with_nothing_else() -> None:
     order = np.random.default_rng().permutation(200)
     moved = sets_of(near([images[n] for n in order]))
     assert {frozenset(order[[*group]].tolist()) for group in moved} == sets_of(near(images))
+
+
+def test_crops_are_grouped_with_their_original() -> None:
+    images = []
+    for seed in range(20):
+        levels = np.random.default_rng(seed).integers(0, 256, (12, 12, 3), np.uint8)
+        image = Image.fromarray(levels).resize((160, 160), Image.Resampling.BICUBIC)
+        images += [image, ImageOps.crop(image, 3), ImageOps.mirror(ImageOps.crop(image, 8))]
+    originals = {frozenset(range(n, n + 3)) for n in range(0, 60, 3)}
+    assert sets_of(near(images, distance=20)) == originals
 
 
 def test_near_hashes_alone_join_nothing() -> None:

@@ -133,7 +133,7 @@ def test_the_next_shard_is_read_while_the_device_encodes(tmp_path: Path) -> None
     """One shard has the device until all its pictures and captions are encoded."""
     device = _SlowEncoder()
     encoder = ShardEncoder(device, SQUARE, batch_size=4, decoders=1)
-    encoder._device = _WatchedLock(encoder._device, device.seen)  # type: ignore[assignment]
+    encoder.device = _WatchedLock(encoder.device, device.seen)  # type: ignore[assignment]
     read = threading.Event()
 
     def samples() -> Iterator[Sample]:

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
 )
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
@@ -20,6 +23,9 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from artifacts.models import digest_model
 from configs.errors import Refused
 from runtimes.pipeline_folder.folder import Base
+from runtimes.process.job import EncodeJob
+from runtimes.torch.sampler import open_encoder
+from runtimes.torch_models.quantized import PRECISIONS, QuantizedLinear
 from runtimes.torch_models.vae_text_encoders import Encoder
 from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
 
@@ -266,3 +272,45 @@ def test_another_vae_counts_by_its_weights(tiny_sdxl: Path, tiny_vae: Path, tmp_
         Base.open(tiny_sdxl, other).digest_encoders()
         != Base.open(tiny_sdxl, tiny_vae).digest_encoders()
     )
+
+
+def opened(folder: Path, **settings: Any) -> Encoder:
+    return open_encoder(EncodeJob("torch", str(folder), device="cpu", **settings))
+
+
+@pytest.mark.parametrize("precision", [None, "nf4"])
+def test_offloaded_text_encoders_return_the_same_bits(
+    tiny_sd3: Path, precision: str | None
+) -> None:
+    plain, offloaded = (
+        opened(tiny_sd3, text_precision=precision, offload=offload) for offload in (False, True)
+    )
+    assert offloaded._frozen is not None
+    models = [offloaded._frozen.model, *(model for _, model in offloaded._clip)]
+    assert all(map(_is_group_offload_enabled, models))
+    for expected, found in zip(plain.texts(CAPTIONS), offloaded.texts(CAPTIONS), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", ["tiny-sd3", "tiny-flux", "tiny-qwen-image", "tiny-z-image"])
+def test_a_quantized_t5_or_language_model_computes_with_its_dequantized_weights(
+    tiny_model: Callable[[str], Path], model: str, precision: str
+) -> None:
+    """CLIP keeps its weights."""
+    plain = opened(tiny_model(model))
+    quantized = opened(tiny_model(model), text_precision=precision)
+    assert plain._frozen is not None and quantized._frozen is not None
+    layers = dict(quantized._frozen.model.named_modules())
+    changed = {n: m for n, m in layers.items() if isinstance(m, PRECISIONS[precision])}
+    assert changed
+    for _, clip in quantized._clip:
+        assert not any(isinstance(layer, QuantizedLinear) for layer in clip.modules())
+    before, _ = plain.texts(CAPTIONS[:2])
+    found, _ = quantized.texts(CAPTIONS[:2])
+    assert any((one != other).any() for one, other in zip(before, found, strict=True))
+    for name, layer in changed.items():
+        plain._frozen.model.get_submodule(name).weight.data = layer.dequantized()
+    expected, _ = plain.texts(CAPTIONS[:2])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

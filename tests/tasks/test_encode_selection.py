@@ -29,7 +29,7 @@ from tasks.build_or_reuse import build_or_reuse
 from tasks.caption.stage import CaptionStage
 from tasks.encode.crop_to_bucket import TransformSettings, is_holdout
 from tasks.encode.stage import EncodeStage
-from tasks.evaluate.measure import reference_pictures
+from tasks.evaluate.seen_pictures import reference_pictures
 from tasks.pictures import Pictures, PictureShard, hex_of_rows
 from tasks.progress import Progress
 
@@ -79,7 +79,9 @@ class World:
         """Captions by a model of a server."""
         with CaptionServer() as server:
             endpoint = {"urls": [server.base_url], "model": model}
-            recipe = shortest_recipe(store=self.store.url, caption={"endpoint": endpoint})
+            caption = {"endpoint": endpoint}
+            encode = {"holdout": 0}
+            recipe = shortest_recipe(store=self.store.url, caption=caption, encode=encode)
             stage = CaptionStage(recipe, self.images)
             draft = self.store.draft(stage.parts)
             return draft.commit(stage.build(draft, Progress("caption")), {})

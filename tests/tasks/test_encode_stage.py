@@ -30,8 +30,9 @@ from configs.errors import Failed, Refused
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.vae_text_encoders import Encoder
-from tasks.devices.commit_shards import CommitShards, ShardTask
+from tasks.devices.commit_shards import CommitShards
 from tasks.devices.processes import DevicePool, Facts
+from tasks.devices.shards import ShardTask
 from tasks.encode import encoders as encode_encoders
 from tasks.encode import stage as encode
 from tasks.encode.crop_to_bucket import TransformSettings

@@ -1,61 +1,20 @@
 """The Beam stages on a Dask cluster, and on Beam's job service with an external worker pool."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from download_stage import build
+from engine_stages import content, described, encoded, make_recipe
 from engines import LateHeartbeats, dask_cluster, job_service
 from kill_training import halt_at, kill_when_told
-from picture_sources import make_pictures, write_folder
-from shortest_recipe import shortest_recipe
 
-from artifacts.store import Artifact, Store
 from configs.errors import Away
-from configs.settings.recipe import Recipe
-from runtimes.pipeline_folder.folder import Base
-from tasks.describe.stage import DescribeStage
-from tasks.encode.stage import EncodeStage
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
 
 KILL_SECONDS = 300  # for a busy machine
-
-
-def make_recipe(
-    folder: Path, store: str, model: Path, beam: Mapping[str, Any], **sections: Any
-) -> Recipe:
-    if not (folder / "pictures").exists():
-        write_folder(folder / "pictures", make_pictures(24))
-    sizes = {"image_size": 32, "min_image_size": 16, "shard_size": 4}
-    encode = {"resolution": 32, "holdout": 0.25, "batch_size": 4, "device": "cpu"}
-    return shortest_recipe(
-        model={"path": str(model)},
-        store=str(folder / store),
-        source={"kind": "folder", "path": str(folder / "pictures")},
-        download={**sizes, "beam": dict(beam)},
-        encode={**encode, "beam": dict(beam)},
-        shared_folders=[str(folder)],
-        **sections,
-    )
-
-
-def encoded(recipe: Recipe, images: Artifact) -> Artifact:
-    model = Path(recipe.model.path)
-    stage = EncodeStage(recipe, images, Base.open(model))
-    draft = Store(recipe.store).draft(stage.parts)
-    return draft.commit(stage.build(draft, lambda *_: None), {})
-
-
-def described(recipe: Recipe, images: Artifact) -> Artifact:
-    stage = DescribeStage(recipe, images)
-    draft = Store(recipe.store).draft(stage.parts)
-    return draft.commit(stage.build(draft, lambda *_: None), {})
-
-
-def content(artifact: Artifact) -> list[tuple[str, str]]:
-    return [(entry.path, entry.sha256) for entry in artifact.files]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from artifacts.latent_shards import (
 from artifacts.records import Damaged
 from artifacts.store import Artifact, KeyParts, Shard
 from configs.errors import Refused
+from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, Job
 from runtimes.sample.generate_job import generate
@@ -45,8 +46,10 @@ from tasks.evaluate.draw import INK, LABEL, MARGIN, PAPER
 from tasks.evaluate.inputs import fingerprint
 from tasks.evaluate.metrics import metric_names
 from tasks.evaluate.stage import EvaluateStage
+from tasks.mixture import MixtureStage
 from tasks.panels import Table
 from tasks.progress import Progress
+from tasks.publish.promotion_gate import check_rules
 
 pytestmark = pytest.mark.slow
 
@@ -396,6 +399,41 @@ def test_the_grid_shows_each_prompt_by_the_base_above_and_by_the_tuned_below(wor
         for word, top in (("base", above), ("tuned", above + 96 + MARGIN)):
             assert (page[top : top + 96, MARGIN:LABEL] == written(word)).all(), word
     assert columns[0][1] == columns[1][1] < columns[2][1] and columns[0][0] < columns[1][0]
+
+
+def test_held_out_losses_of_a_mixture_are_also_of_each_source(world: World) -> None:
+    """Its metrics may be in rules of the gate; the report has each source's loss by noise level."""
+    given = world.recipe.model_dump(mode="json")
+    source = given.pop("source")
+    sources = {"subject": {"source": source}, "old": {"source": source, "regularisation": "prior"}}
+    recipe = Recipe.model_validate({**given, "sources": sources})
+    world.latents = mixed(world, dict.fromkeys(sources, world.latents))
+    world.images = mixed(world, {"subject": world.images})  # of the sources to learn
+    artifact = world.evaluate(world.trained(0.5), recipe)
+    found = metrics_in(artifact)
+    assert list(found) == metric_names(recipe)
+    check_rules(["holdout_loss/old <= base * 1.05 at 80%"], [*found], recipe.evaluate.bootstrap)
+    by_source = [found[f"holdout_loss{part}"] for part in ("", "/old", "/subject")]
+    assert [models["base"]["n"] for models in by_source] == [4, 4, 4]
+    for model in ("base", "tuned"):
+        whole, old, subject = (models[model] for models in by_source)
+        assert old["ci"][0] < old["value"] < old["ci"][1]
+        assert old["value"] != subject["value"], "the same pictures have noise of their own"
+        assert whole == subject, "the base is the best at what it shall keep"
+        levels = artifact.summary["holdout_loss_by_level"][model]["old"]
+        assert np.mean(levels) == pytest.approx(old["value"])
+    (table,) = (p for p in EvaluateStage.show(artifact) if "noise level" in p.title)
+    assert isinstance(table, Table)
+    assert [(row["source"], row["model"]) for row in table.rows] == [
+        *(("old", "base"), ("old", "tuned")),
+        *(("subject", "base"), ("subject", "tuned")),
+    ]
+
+
+def mixed(world: World, sources: dict[str, Artifact]) -> Artifact:
+    """The artifact of a mixture."""
+    stage = MixtureStage(sources["subject"].stage, sources)
+    return world.build(stage).load(world.store)
 
 
 def test_a_model_whose_loss_is_not_finite_is_one_line(world: World) -> None:

@@ -10,6 +10,7 @@ from evaluation_world import NEW, World, evaluation_recipe, metrics_in
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from tasks.evaluate.draw import read_pictures
+from tasks.evaluate.inputs import texts_of
 from tasks.evaluate.metrics import most_rounds, pictures_by_set, prompt_numbers, prompt_rounds
 
 ALL = [f"prompt {number}" for number in range(5)]
@@ -24,8 +25,9 @@ def settings(**old: Any) -> Any:
 def test_a_round_has_the_next_prompts_of_a_set_and_begins_again_after_the_last() -> None:
     chosen = settings(prompts_per_round=2)
     rounds = prompt_rounds(chosen, 4)
-    assert [sets["new"] for sets in rounds] == [("a", "a", "b", "b")] * 4
-    old = [sets["old"] for sets in rounds]
+    texts = [texts_of(sets) for sets in rounds]
+    assert [sets["new"] for sets in texts] == [["a", "a", "b", "b"]] * 4
+    old = [tuple(sets["old"]) for sets in texts]
     assert old == [(ALL[0], ALL[1]), (ALL[2], ALL[3]), (ALL[4], ALL[0]), (ALL[1], ALL[2])]
     assert pictures_by_set(*rounds[:2]) == {"new": [0, 1, 2, 3, 6, 7, 8, 9], "old": [4, 5, 10, 11]}
     assert prompt_numbers(*rounds[:2]) == (0, 0, 1, 1, 2, 3, 0, 0, 1, 1, 4, 5)

@@ -32,7 +32,7 @@ from tasks.publish.gate_power import (
 from tasks.publish.promotion_gate import parse_rule
 
 DRAWS = 100
-#: Too few pictures are drawn to tell models with twice these shares (docs/benchmarks.md).
+#: Too few pictures are drawn to tell models with twice these shares (docs/internals/evaluation.md).
 COPIES = ("memorized <= 0.05", "memorized_pixels <= 0.01")
 OLD = "clip_score/old >= base * 0.9 at 95%"
 
@@ -67,7 +67,7 @@ def rules_of_recipes() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "text"), rules_of_recipes())
 def test_a_shipped_rule_passes_harmless_models_and_no_bad_ones(name: str, text: str) -> None:
-    """By the share of 1,000 models that docs/benchmarks.md has; here fewer, with their chance."""
+    """By the share of models in docs/internals/evaluation.md; here fewer, with their chance."""
     recipe, rule = load_recipe(name), parse_rule(text)
     chance = 0.03
     assert share([*decisions(recipe, rule, HARMLESS, DRAWS)]) >= 0.95 - chance
@@ -158,8 +158,8 @@ def test_a_rule_that_no_prior_tells_of_is_passed_over() -> None:
         assert [*undecidable(with_old(5, 1, rule=rule), {})] == []
 
 
-def test_distances_have_a_prior() -> None:
-    rule = "cmmd < base at 95%"
+@pytest.mark.parametrize("rule", ["cmmd < base at 95%", "cmmd@sibling < base at 95%"])
+def test_distances_have_a_prior(rule: str) -> None:
     (line,) = undecidable(with_old(5, 1, rule=rule, name="new"), {})
     assert "a model that gained 50% would pass in about" in line
     assert [*undecidable(with_old(8, 1, rule=rule, name="new"), {})] == []
@@ -251,8 +251,8 @@ def test_the_bench_has_a_row_for_recipes_with_equal_rules(
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_the_page_of_benchmarks_has_each_rule_of_each_recipe(name: str) -> None:
-    lines = (CHECKOUT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
+def test_the_page_of_gate_power_has_each_rule_of_each_recipe(name: str) -> None:
+    lines = (CHECKOUT / "docs/internals/evaluation.md").read_text(encoding="utf-8").splitlines()
     for rule in rules_of(load_recipe(name)):
         if rule.text in COPIES:
             continue

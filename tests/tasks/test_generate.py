@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -249,3 +250,97 @@ def test_a_scheduler_that_lacks_the_noise_of_the_model_is_refused(
     monkeypatch.setattr(generate, "read_scheduler_config", lambda folder: own)
     with pytest.raises(Refused, match="lms cannot draw a model with zero terminal SNR"):
         draw(scheduler="lms")
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> str:
+    path = tmp_path / "reference.png"
+    Image.new("RGB", (64, 48), (200, 30, 30)).save(path)
+    return str(path)
+
+
+def test_references_are_in_the_key_by_content_and_prepared_as_in_training(
+    tiny_flux2: Path, tmp_path: Path, reference: str
+) -> None:
+    folder = publish(tiny_flux2, tmp_path / "published", {})
+    recipe = json.loads((folder / RECIPE).read_text())
+    recipe["encode"] = {"reference_pixels": 4096, "bucket_step": 32}
+    (folder / RECIPE).write_text(json.dumps(recipe))
+
+    def stage_of(model: Path, **given: Any) -> generate.GenerateStage:
+        settings = read_settings(str(model), ["a cat"], {"device": "cpu", **given})
+        found = generate.find_model(settings)
+        settings = generate.with_sampler(settings, found)
+        generate.check(settings, found)
+        return generate.GenerateStage(settings, found)
+
+    def key(model: Path, **given: Any) -> str:
+        return stage_of(model, **given).parts.key
+
+    stage = stage_of(folder, references=[reference])
+    job = stage._job(("a cat", "a cat"), tmp_path, "")
+    assert job.references == ((reference,), (reference,))
+    assert (job.reference_pixels, job.reference_step) == (4096, 32)
+    plain = stage_of(tiny_flux2, references=[reference]).options
+    assert (plain.reference_pixels, plain.reference_step) == (1024 * 1024, 8)
+    copied = str(shutil.copy(reference, tmp_path / "copy.png"))
+    other = tmp_path / "other.png"
+    Image.new("RGB", (64, 48)).save(other)
+    assert key(tiny_flux2, references=[copied]) == key(tiny_flux2, references=[reference])
+    drawn = [
+        {},
+        {"references": [reference]},
+        {"references": [str(other)]},
+        {"references": [reference, str(other)]},
+        {"references": [reference], "reference_pixels": 1024},
+    ]
+    assert len({key(tiny_flux2, **given) for given in drawn}) == len(drawn)
+    assert "reference_pixels" not in stage_of(tiny_flux2).settings
+
+
+def test_a_reference_at_a_url_is_drawn_as_its_local_copy(
+    tiny_flux2: Path, tmp_path: Path, reference: str, own_cache: Path
+) -> None:
+    url = "memory://references/red.png"
+    fsspec.filesystem("memory").pipe_file(url, Path(reference).read_bytes())
+
+    def stage_of(place: str) -> generate.GenerateStage:
+        settings = read_settings(str(tiny_flux2), ["a cat"], {"references": [place]})
+        generate.check_reference_files(settings)
+        found = generate.find_model(settings)
+        return generate.GenerateStage(generate.with_sampler(settings, found), found)
+
+    remote, local = stage_of(url), stage_of(reference)
+    assert remote.inputs == local.inputs
+    ((copy,),) = remote._job(("a cat",), tmp_path, "").references
+    assert Path(copy).is_relative_to(own_cache)
+    assert Path(copy).read_bytes() == Path(reference).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "words"),
+    [
+        ("tiny_flux", 1, "family flux reads no references: .* flux2, flux_kontext"),
+        ("tiny_flux_kontext", 2, "family flux_kontext reads at most 1, not 2: give one"),
+        ("tiny_flux2", 11, "reads at most 10, not 11: give 10 of them"),
+    ],
+)
+def test_references_that_a_family_does_not_read_are_refused(
+    request: pytest.FixtureRequest, model: str, count: int, words: str, reference: str
+) -> None:
+    folder = str(request.getfixturevalue(model))
+    settings = read_settings(
+        folder, ["a cat"], {"device": "cpu", "references": [reference] * count}
+    )
+    with pytest.raises(Refused, match=words):
+        generate.check_here(settings)
+
+
+def test_a_reference_that_is_no_picture_is_refused_before_a_model_is_fetched(
+    tmp_path: Path,
+) -> None:
+    text = tmp_path / "notes.png"
+    text.write_text("no picture")
+    settings = read_settings("owner/not-here", ["a cat"], {"references": [str(text)]})
+    with pytest.raises(Refused, match=r"reference .*notes\.png cannot be read as a picture"):
+        generate.check_here(settings)

@@ -22,6 +22,7 @@ GIVEN: dict[str, Any] = {
     [
         *({"tar_sha256": "u"}, {"encoders": "f"}, {"encode": Encode(dtype="float16")}),
         *({"encode": Encode(batch_size=4)}, {"encode": Encode(text="token_ids")}),
+        {"encode": Encode(text_precision="int8")},
     ],
 )
 def test_the_key_has_every_input_of_a_latent_shard(change: dict[str, Any]) -> None:

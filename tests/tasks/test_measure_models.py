@@ -20,15 +20,20 @@ from tasks.encode.crop_to_bucket import TransformSettings, is_holdout
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Resampling, cmmd, frechet, kid
 from tasks.evaluate.draw import _commit
+from tasks.evaluate.edits import Prompt
 from tasks.evaluate.features import Clip, Float32, Pixels, ReferenceFeatures, reference_features
 from tasks.evaluate.judges import clip_scores
-from tasks.evaluate.measure import LIMIT, MetricSuite, find_pictures, reference_pictures
+from tasks.evaluate.measure import LIMIT, MetricSuite
 from tasks.evaluate.memorization import closest_pairs
+from tasks.evaluate.seen_pictures import find_pictures, reference_pictures
 from tasks.evaluate.stage import _grid
 from tasks.pictures import Pictures
 
 Picture = NDArray[np.uint8]
-SETS = {"new": ("a red cat", "a blue dog"), "old": ("a house", "a tree", "a hill")}
+SETS = {
+    "new": tuple(map(Prompt, ("a red cat", "a blue dog"))),
+    "old": tuple(map(Prompt, ("a house", "a tree", "a hill"))),
+}
 TRANSFORM = TransformSettings(32, False, 8, 2.0, "center", False, 0, 0.4, 10**6)
 
 
@@ -78,6 +83,7 @@ def suite(tiny_clip: Path) -> MetricSuite:
     return MetricSuite(
         rounds=(SETS,),
         compared=("new",),
+        learnt=(),
         judges={},
         resampling=Resampling(20, 0),
         encoders=encoders,
@@ -111,8 +117,9 @@ def test_every_metric_of_drawn_pictures_resamples_prompts_with_all_their_picture
     store: Store, suite: MetricSuite, tmp_path: Path
 ) -> None:
     """Equal texts of two sets are one prompt."""
-    sets = {"new": ("a cat", "a cat", "a dog", "a dog"), "old": ("a cat",)}
-    judges = {"bright": lambda images, _: images.mean(axis=(1, 2, 3)) > 127}
+    cat, dog = Prompt("a cat"), Prompt("a dog")
+    sets = {"new": (cat, cat, dog, dog), "old": (cat,)}
+    judges = {"bright": lambda images, *_: images.mean(axis=(1, 2, 3)) > 127}
     repeated = replace(suite, rounds=(sets,), judges=judges, compared=("new", "old"))
     shard = drawn(store, "k", noise(*range(5)), tmp_path / "out")
     found = repeated.measure(store, [shard]).metrics
@@ -167,7 +174,7 @@ def test_the_base_is_above_the_tuned_model(store: Store, tmp_path: Path) -> None
     base = drawn(store, "base", plain(red=200, blue=0), tmp_path / "base")
     tuned = drawn(store, "tuned", plain(red=0, blue=200), tmp_path / "tuned")
     page = np.asarray(
-        Image.open(io.BytesIO(_grid(store, {"base": [base], "tuned": [tuned]}, SETS)))
+        Image.open(io.BytesIO(_grid(store, {"base": [base], "tuned": [tuned]}, SETS, {})))
     )
     column = page[:, draw.LABEL + 5].astype(int)
     rows = {"base": [200, 0, 0], "tuned": [0, 0, 200]}

@@ -2,9 +2,13 @@
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import long_captions
+import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -13,8 +17,10 @@ from configs.load_recipe import load_recipe
 from configs.settings.data import Encode
 from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.families import family_named
+from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.metrics import metric_rows
-from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
+from tasks.publish.model_card import FOLDER, Weights, base_card, hub_id, training_facts, write_card
+from tasks.trained_weights import TrainedWeights
 
 
 def test_each_model_and_difference_has_its_own_column() -> None:
@@ -122,9 +128,14 @@ def test_the_card_has_each_family_s_files_and_trainers(
 
     plain, linear, dora = table(), table(target_modules="linear"), table(dora=True)
     row = f"| {trainer.format(KOHYA)}--network_weights FILE`"
-    assert plain == [f"| ComfyUI | {comfyui} | {USE} |", f"{row} |"]
+    invokeai = f"`{LORA_WEIGHTS}`" if family in ("flux2", "z_image") else KOHYA
+    readers = [
+        f"| ComfyUI | {comfyui} | {USE} |",
+        f"| InvokeAI | {invokeai} | add it on the page *Models* |",
+    ]
+    assert plain == [*readers, f"{row} |"]
     ignored = "`final_layer`" if family == "flux" else "layers outside of blocks"
-    assert linear == table(target_modules=["to_q"]) == [plain[0], f"{row}; it ignores {ignored} |"]
+    assert linear == table(target_modules=["to_q"]) == [*readers, f"{row}; it ignores {ignored} |"]
     assert ("not with DoRA" in dora[0]) == (comfyui != KOHYA)
     assert "not with DoRA" in dora[1]
 
@@ -206,6 +217,9 @@ def test_the_metadata_names_what_the_hub_knows(
     assert "checkpoint" not in training_facts(run, {"steps": 60}, Encode())
     assert "| near-duplicates of held-out pictures | 7 left out of training |" in card
     assert "| hardware | NVIDIA H100 |" in card and "| hours | 1.5 |" in card
+    run |= {"cluster": "slurm", "hosts": 4, "processes": 8}
+    shown = training_facts(run, {"steps": 60}, Encode())["hardware"]
+    assert shown == "4 hosts of slurm, each with 8 processes: NVIDIA H100"
     assert "| base | some-lab/xl\\_base-1.0, revision r2 |" in card
     assert "co2" not in card, "no energy was measured"
 
@@ -264,3 +278,51 @@ def test_kept_columns_of_the_source_are_a_table_and_hostile_text_stays_text(tmp_
     assert "\n## Data\n\n| column | pictures with a value | values |\n" in card
     assert "| licence | 7 | 3 distinct |" in card and "](javascript" not in card
     assert "## Data" not in write_card(*given)
+
+
+def test_a_card_names_a_checkpoint_file_by_its_digest_and_both_bases(tmp_path: Path) -> None:
+    """And what training was given: names without the folders of this machine."""
+    given = {
+        "model.path": "/home/me/pony.safetensors",
+        "train.method": "lora",
+        "train.lora.assistant": "/home/me/undistill.safetensors",
+        "evaluate.model": {"path": "/home/me/turbo", "num_inference_steps": 4},
+    }
+    (tmp_path / "single_file.json").write_text('{"checkpoint": "abc123"}')
+    measured = {"metrics": {}, "differences": {}}
+    weights = Weights(False, adapters=True)
+    card = write_card(
+        load_recipe("digits", given), tmp_path, measured, [], {}, weights, {"device": "cpu"}
+    )
+    assert "| base | pony.safetensors, sha256 abc123 |" in card
+    assert "from_pretrained('path/to/pony'" in card and "base_model:" not in card
+    assert "| assistant, in no file here | undistill.safetensors |" in card
+    assert "the adapters on turbo, drawn in\n4 steps" in card
+    assert "/home/me" not in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-sd", "tiny-sdxl"])
+def test_the_code_of_a_card_encodes_a_long_prompt_as_training_does(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    prompt = "a quick brown fox " * 8
+    sets = {"new": {"prompts": [prompt]}}
+    sizes = {"height": 32, "width": 32, "num_inference_steps": 2, "prompts": sets}
+    recipe = load_recipe("digits", {f"evaluate.{name}": value for name, value in sizes.items()})
+    base = Base.open(tiny_model(name), max_tokens=225)
+    weights = Weights.of(TrainedWeights(), base, tmp_path, merged=False)
+    card = write_card(recipe, tmp_path, {"metrics": {}, "differences": {}}, [], {}, weights)
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace(repr(FOLDER), repr(str(base.folder))), names)
+    assert names["image"].size == (32, 32)
+    for prefix, text in (("", prompt), ("negative_", "")):
+        states, pooled = long_captions.encode(base.folder, [(text, 1.0)], 3)
+        is_zero = bool(prefix) and base.encoders["empty_prompt"] == "zeros"
+        expected = 0 * states if is_zero else states
+        np.testing.assert_allclose(names[f"{prefix}prompt_embeds"][0], expected, atol=1e-5)
+        if pooled is not None:
+            expected = 0 * pooled if is_zero else pooled
+            found = names[f"{prefix}pooled_prompt_embeds"][0]
+            np.testing.assert_allclose(found, expected, atol=1e-5)

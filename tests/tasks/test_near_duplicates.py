@@ -211,7 +211,7 @@ def test_latents_of_earlier_checkouts_are_not_encoded_again(
     (thumbnails,) = (tmp_path / "store/encode/shards").glob("*.npy")
     thumbnails.with_name(f"{thumbnails.name.partition('.')[0]}.json").unlink()
     thumbnails.unlink()
-    monkeypatch.setattr("tasks.devices.commit_shards.CommitShards._built", None)
+    monkeypatch.setattr("tasks.devices.shards.Committer._built", None)
     again = encode(shards, tiny_sdxl, tmp_path)
     assert again.digest == expected.digest
 

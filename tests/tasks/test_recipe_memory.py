@@ -14,7 +14,13 @@ from bench.recipe_memory import (
 )
 from configs.load_recipe import load_recipe
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
-from tasks.plan.gpu import digest_settings, memory_of, read_table, shipped_plans
+from tasks.plan.shipped_plans import (
+    RecipeMemory,
+    digest_settings,
+    memory_of,
+    read_table,
+    shipped_plans,
+)
 
 
 def test_stored_plans_are_of_the_present_settings() -> None:
@@ -61,8 +67,28 @@ def test_the_readmes_example_fits_a_card_of_24_gb() -> None:
     assert not large.fits(24 * GIB) and card(large) == 80
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", [plan.recipe for plan in shipped_plans()])
+@pytest.mark.parametrize(
+    "plan", [p for p in shipped_plans() if p.recipe.endswith("gb")], ids=lambda plan: plan.recipe
+)
+def test_a_recipe_named_for_a_card_fits_it(plan: RecipeMemory) -> None:
+    size = int(plan.recipe.rpartition("-")[2].removesuffix("gb"))
+    assert plan.fits(size * GIB), "otherwise: `kiln plan` names the settings"
+    hours = [
+        plan.hours(spec) for name in ("3060", "4070", "4090") if (spec := parse_gpu(name).spec)
+    ]
+    assert all(hours) and len(hours) == 3
+
+
+#: The cheapest plan of true size is made in the gate.
+PLANNED = [
+    pytest.param(
+        p.recipe, marks=pytest.mark.extended if p.recipe == "sd15-lora" else pytest.mark.soak
+    )
+    for p in shipped_plans()
+]
+
+
+@pytest.mark.parametrize("name", PLANNED)
 def test_a_stored_plan_is_that_of_the_planner(name: str, tmp_path: Path) -> None:
     (found,) = plan_recipes([name], tmp_path)
     assert found == read_table()[digest_settings(load_recipe(name))]

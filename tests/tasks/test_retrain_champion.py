@@ -398,6 +398,6 @@ def test_a_decision_that_cannot_be_recorded_fails_no_published_model(
     monkeypatch.setattr(flow, "compare", lambda run: flow.Compared(None, CHANGES, None))
     monkeypatch.setattr(flow, "conclude", conclude)
     for module in (flow, finetune):
-        monkeypatch.setattr(module, "run_task", lambda task, *given: task(*given))
+        monkeypatch.setattr(module, "run_task", lambda task, *given, name=None: task(*given))
     assert flow._retrain(run)["status"] == "published"
     assert "the decision is not recorded" in caplog.text

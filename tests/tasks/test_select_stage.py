@@ -1,5 +1,6 @@
 """The select stage on real descriptions: where planted pictures end, and what is done again."""
 
+import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -117,15 +118,15 @@ DUPLICATES = {"perceptual": "hash"}
 def test_planted_pictures_end_where_the_recipe_says(planted: Planted) -> None:
     selected = planted.select(where=WHERE, duplicates=DUPLICATES)
     found = planted.reasons(selected)
-    dropped = [f"where: {WHERE}"]
+    [no_text, blurred, nude] = [f"where: {part}" for part in WHERE.split(" and ")]
     assert {file: reasons for file, reasons in found.items() if reasons != [""]} == {
         "plain-0.png": ["", "exact duplicate"],
         "copy.png": ["", "exact duplicate"],
         "near.jpg": ["near-duplicate"],
         "mirror.jpg": ["near-duplicate"],
-        "blurred.png": dropped,
-        "captionless.png": dropped,
-        "plain-9.png": dropped,
+        "blurred.png": [blurred],
+        "captionless.png": [no_text],
+        "plain-9.png": [nude],
     }
     table = read_selection(selected)
     assert table.column_names[6:] == ["caption_length", "quality_sharpness", "nsfw_nude"]
@@ -136,11 +137,11 @@ def test_planted_pictures_end_where_the_recipe_says(planted: Planted) -> None:
     assert isinstance(examples, Table)
     assert facts.values["kept"] == 9
     assert {row["reason"]: row["pictures"] for row in counts.rows} == {
-        dropped[0]: 3,
+        **dict.fromkeys((no_text, blurred, nude), 1),
         "exact duplicate": 1,
         "near-duplicate": 2,
     }
-    assert [row["reason"] for row in examples.rows].count(dropped[0]) == 3
+    assert [row["reason"] for row in examples.rows].count("near-duplicate") == 2
 
 
 def test_no_picture_beside_a_held_out_one_is_trained_on(planted: Planted) -> None:
@@ -176,7 +177,7 @@ def test_another_describer_of_the_same_name_groups_anew(
     planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted.select(duplicates=DUPLICATES)
-    monkeypatch.setattr(Hash, "version", 2)
+    monkeypatch.setattr(Hash, "version", 0)
     monkeypatch.setattr(planted, "described", planted.describe())
     grouped = Mock(side_effect=select_stage.group_pictures)
     monkeypatch.setattr(select_stage, "group_pictures", grouped)
@@ -215,3 +216,16 @@ def test_a_name_of_two_columns_is_refused_where_it_is_read(planted: Planted, nam
 def test_a_selection_of_nothing_fails_with_the_reasons(planted: Planted) -> None:
     with pytest.raises(Failed, match=r"no picture is kept .where: width > 900: 15"):
         planted.select(where="width > 900")
+
+
+def test_a_selection_of_all_is_told_without_reasons(
+    planted: Planted, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "kiln"):
+        planted.select(duplicates={"exact": False})
+    assert caplog.messages[-1] == "select: 15 of 15 pictures are kept"
+
+
+def test_a_condition_that_fails_on_every_picture_is_told_with_the_error(planted: Planted) -> None:
+    with pytest.raises(Refused, match=r"caption::int > 5.: Conversion Error: Could not convert"):
+        planted.select(where="caption::int > 5")

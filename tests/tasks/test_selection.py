@@ -82,8 +82,8 @@ def reasons(rows: list[dict[str, Any]], tmp_path: Path, **settings: Any) -> list
 def test_a_condition_drops_what_it_does_not_hold_for(tmp_path: Path) -> None:
     rows = [entry(0, score=6.0), entry(1, score=5.0), entry(2, score=None), entry(3, host=None)]
     where = "score > 0.5 and score <> 5 and host like 'a%'"
-    dropped = f"where: {where}"
-    assert reasons(rows, tmp_path, where=where) == ["", dropped, "not described: score", dropped]
+    dropped = ["", "where: score <> 5", "not described: score", "where: host like 'a%'"]
+    assert reasons(rows, tmp_path, where=where) == dropped
     table, _ = select(rows, tmp_path, where=where)
     assert table.column_names[-2:] == ["score", "host"]
     assert table["score"].to_pylist() == [6.0, 5.0, None, 1.0]

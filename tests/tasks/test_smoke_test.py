@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from toy_recipes import digits, drawn_by
 from transformers import CLIPImageProcessor
 
 from configs.errors import Away
+from configs.settings.data import FolderSource
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
@@ -145,6 +148,38 @@ def test_every_family_passes_the_smoke_test_in_a_dtype_that_fits(
     smoke_test.draw(job_of(folder, recipe))
     (pipe,) = loaded
     assert {part.dtype for part in (pipe.vae, pipe.text_encoder)} == {getattr(torch, drawn_in)}
+
+
+@pytest.mark.parametrize("name", ["tiny-flux-kontext", "tiny-flux2", "tiny-qwen-image-edit"])
+def test_the_card_of_an_edit_model_draws_with_a_reference_in_its_size(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 64)  # klein's pipeline refuses less
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 64 * 64)
+    processor = transformers.Qwen2VLProcessor
+    monkeypatch.setattr(processor, "__init__", processor.__init__)  # the script replaces it
+    folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
+    plain = digits(tmp_path, **{"evaluate.height": 48, "evaluate.width": 64})
+    source = FolderSource(kind="folder", path=str(tmp_path), references="files")
+    recipe = plain.model_copy(update={"source": source})
+    job = job_of(folder, recipe)
+    load = DiffusionPipeline.from_pretrained
+    sizes = []
+
+    def spy(*given: Any, **more: Any) -> Any:
+        pipe = load(*given, **more)
+        encode = pipe.vae.encode
+        pipe.vae.encode = lambda pixels: sizes.append(pixels.shape[-2:]) or encode(pixels)
+        return pipe
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", spy)
+    smoke_test.draw(job)
+    assert sizes == [(64, 64)], "one reference, in its own size"
+    code = (folder / "README.md").read_text(encoding="utf-8")
+    is_kontext = name == "tiny-flux-kontext"
+    assert ("_auto_resize=False" in code and "max_area=3072" in code) == is_kontext
+    job_of(folder, plain)
+    assert "image=picture" not in (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_free_memory_is_the_least_of_machine_container_and_gpu(

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs.errors import Refused
-from tasks.sql_condition import Threshold, check_expression, columns_of, thresholds_of
+from tasks.sql_condition import Threshold, check_expression, columns_of, conjuncts, thresholds_of
 
 COLUMNS = {"aesthetic": "DOUBLE", "width": "INTEGER", "label": "VARCHAR", "a b": "BOOLEAN"}
 
@@ -45,6 +45,23 @@ def test_another_text_is_refused_with_the_reason(text: str, words: str) -> None:
     with pytest.raises(Refused, match="(?i)" + re.escape(words)) as refusal:
         check_expression(text, COLUMNS, "select.where")
     assert refusal.value.setting == "select.where"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("width > 1 AND\nlabel = 'x and y'", ["width > 1", "label = 'x and y'"]),
+        ('width between 1 and 2 and ("a b" or width > 5)', None),
+        ('width > 1 or width < 3 and "a b"', ['width > 1 or width < 3 and "a b"']),
+        ('(width > 1 and "a b")', ['(width > 1 and "a b")']),
+    ],
+)
+def test_the_parts_of_a_condition_are_what_its_outermost_ands_join(
+    text: str, parts: list[str] | None
+) -> None:
+    if parts is None:
+        parts = ["width between 1 and 2", '("a b" or width > 5)']
+    assert conjuncts(text, "select.where") == parts
 
 
 def test_an_order_is_a_number() -> None:

@@ -83,6 +83,28 @@ def test_token_ids_are_for_families_with_clip_alone(tiny_sd: Path, tiny_sdxl: Pa
         check(load_recipe("digits", {"encode.text": "token_ids"}), Base.open(base))
 
 
+@pytest.mark.parametrize("name", ["sd3", "flux", "flux2", "z_image", "qwen_image"])
+def test_chunks_and_weights_are_for_families_with_clip_alone(
+    name: str, request: pytest.FixtureRequest, tiny_sd: Path
+) -> None:
+    base = request.getfixturevalue(f"tiny_{name}")
+    recipe = load_recipe("digits")
+    for reading in ({"max_tokens": 225}, {"emphasis": "weights"}):
+        check(recipe, Base.open(tiny_sd, **reading))
+        setting = {"max_tokens": "encode.max_tokens", "emphasis": "encode.captions.emphasis"}
+        with pytest.raises(Refused, match=f"family {name} reads captions as") as error:
+            check(recipe, Base.open(base, **reading))
+        assert str(error.value).startswith(f"{setting[next(iter(reading))]}: ")
+
+
+def test_weights_in_captions_need_stored_embeddings() -> None:
+    weights = {"encode.captions": {"emphasis": "weights"}}
+    load_recipe("digits", weights)
+    for other in ({"encode.text": "token_ids"}, {"train.train_text_encoder": True}):
+        with pytest.raises(Refused, match=r"encode\.captions\.emphasis: weights multiplies stored"):
+            load_recipe("digits", weights | other)
+
+
 @pytest.mark.parametrize("name", ["guidance_embeds", "cap_feat_dim"])
 def test_a_replacement_has_the_inputs_of_the_base(name: str) -> None:
     base = {"_class_name": "FluxTransformer2DModel", name: False}

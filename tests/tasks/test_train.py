@@ -17,11 +17,14 @@ from PIL import Image
 from toy_recipes import base_of
 
 from artifacts.lock import LockLost
+from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
+from runtimes.adapters import read_layouts
+from runtimes.adapters.lora_files import read_scaled
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train
@@ -43,7 +46,7 @@ def test_a_rollback_discards_later_progress(caplog: pytest.LogCaptureFixture) ->
         for line in LINES:
             work = {"tflops": 0.5, "mfu": None}
             watch({"event": "progress", "total": 8, **line, **figures, **work})
-        watch({"event": "validation", "step": 8, "loss": 0.25, "error": None})
+        watch({"event": "validation", "step": 8, "loss": 0.25, "by_source": {}})
         watch({"event": "back", "step": 5, "left_out": 6})
     assert [line["step"] for line in watch.history] == [1, 2, 3, 4, 5]
     assert watch.facts["tflops"] == 0.5 and watch.facts["mfu"] is None
@@ -183,6 +186,19 @@ def test_latents_that_are_no_draws_are_in_the_key(
         assert parts.settings.get("posterior") == expected
 
 
+def test_layers_that_keep_their_precision_are_in_the_key(
+    tiny_flux: Path, tiny_z_image: Path, tmp_path: Path
+) -> None:
+    latents = Artifact(Store(str(tmp_path)), "encode", "0" * 64, {"digest": "0"})
+    for base in (tiny_flux, tiny_z_image):
+        opened = Base.open(base)
+        for precision in (None, "int8"):
+            lora = {"train.method": "lora", "train.lora.base_precision": precision}
+            parts = TrainStage(load_recipe("digits", lora), latents, opened, base).parts
+            kept = [*opened.family.unquantized] if precision else []
+            assert parts.settings.get("unquantized", []) == kept
+
+
 def test_frozen_text_encoders_of_the_step_are_in_the_key(tmp_path: Path) -> None:
     """The latents of token ids have the same bytes whatever the weights of the encoders are."""
     latents = Artifact(Store(str(tmp_path)), "encode", "0" * 64, {"digest": "0"})
@@ -226,3 +242,47 @@ def test_the_job_checks_the_lock_of_its_builder(
         TrainStage(recipe, latents, base_of(recipe), None).build(draft, Progress("train"))
     with pytest.raises(LockLost):  # released
         jobs[0].check_lock()
+
+
+def test_files_of_adapters_are_in_the_key_and_reach_the_process_in_one_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, latents = Store(str(tmp_path)), Artifact(Store(str(tmp_path)), "encode", "0" * 64, {})
+    latents.manifest["digest"] = "0"
+    lora = {"train.method": "lora", "train.lora.rank": 2, "train.lora.target_modules": ["to_q"]}
+    base = base_of(load_recipe("digits"))
+    shapes = read_layouts.Layers(base).shapes["unet"]
+    file = tmp_path / "adapters.safetensors"
+
+    def write(factor: float) -> None:
+        arrays = {}
+        for name, (out, into) in ((n, s) for n, s in shapes.items() if n.endswith("to_q")):
+            arrays[f"unet.{name}.lora_A.weight"] = np.full((2, into), factor, np.float32)
+            arrays[f"unet.{name}.lora_B.weight"] = np.full((out, 2), factor, np.float32)
+        with file.open("wb") as stream:
+            write_arrays(stream, arrays)
+
+    def stage(*names: str) -> TrainStage:
+        files = {f"train.lora.{name}": str(file) for name in names}
+        return TrainStage(load_recipe("digits", lora | files), latents, base, None)
+
+    keys = set[str]()
+    for factor in (1.0, 2.0):
+        write(factor)
+        keys |= {stage(*names).parts.key for names in ((), ("start",), ("assistant",))}
+    assert len(keys) == 5, "content counts, and what it is for"
+    jobs: list[TrainJob] = []
+
+    def started(job: TrainJob, *_: Any, **__: Any) -> None:
+        for url in (job.adapters, job.assistant):
+            assert url is not None
+            assert all((adapter.up == 2).all() for adapter in read_scaled(url)["unet"].values())
+        jobs.append(job)
+        raise Failed("enough")
+
+    monkeypatch.setattr(train, "run_job", started)
+    monkeypatch.setattr(train, "open_latents", lambda url: SimpleNamespace(training=4))
+    both = stage("start", "assistant")
+    with pytest.raises(Failed, match="enough"):
+        both.build(store.draft(both.parts), Progress("train"))
+    assert jobs

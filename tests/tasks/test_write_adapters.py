@@ -16,7 +16,7 @@ from diffusers import StableDiffusionXLPipeline
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from store_drafts import commit
+from store_drafts import commit, drawn_picture
 from tiny_adapters import RANK, make_lora
 from toy_recipes import drawn_by
 
@@ -74,7 +74,8 @@ def publish(folder: Path, recipe: Recipe, vae: Path | None = None, **more: bytes
         "bootstrap.npz": to_npz(models),
         "before_after.png": b"png",
     }
-    evaluated = commit(store, "evaluate", written)
+    drawn = {"tuned": drawn_picture(store, folder)}
+    evaluated = commit(store, "evaluate", written, drawn=drawn)
     draft = store.draft(KeyParts("publish", 1, settings_for_key(recipe), {}))
     trained = train(folder, recipe, **more)
     base = Base.open(Path(recipe.model.path), vae)
@@ -94,6 +95,8 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
         "README.md",
         "before_after.png",
         "bootstrap.npz",
+        "comfyui.json",
+        "comfyui.png",
         "digits_kohya.safetensors",
         "gate.json",
         "metrics.json",
@@ -110,7 +113,8 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     assert stored.dtype == torch.float16
     assert torch.equal(layer.lora_A["default_0"].weight, stored.float())
     assert {panel.title for panel in PublishStage.show(artifact)} >= {"Gate", "Model"}
-    assert "| ComfyUI | `digits_kohya.safetensors` |" in artifact.read("README.md").decode()
+    card = artifact.read("README.md").decode()
+    assert "| ComfyUI | `digits_kohya.safetensors` |" in card and "drag `comfyui.png`" in card
 
 
 def here(code: str, published: Artifact, base: Path) -> str:
@@ -332,10 +336,10 @@ def test_a_champion_of_adapters_samples_with_its_base(
     def away(*_: Any, **__: Any) -> Path:
         raise Away("model some/base: the hub cannot be reached")
 
-    monkeypatch.setattr("tasks.evaluate.published.resolve_model", away)
+    monkeypatch.setattr("tasks.evaluate.published.resolve_base", away)
     with pytest.raises(Away, match="the base of its adapters"):  # so that it is tried again
         load_published_model(Path(alone.path))
-    with pytest.raises(Refused, match="neither a pipeline nor adapters"):
+    with pytest.raises(Refused, match="neither a pipeline, adapters"):
         load_published_model(tmp_path)
 
 

@@ -116,9 +116,13 @@ struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     c10::Device device(kind, current);
     if (bytes == 0) return {nullptr, nullptr, &release, device};
+    std::lock_guard<std::mutex> guard(mutex);
+    static const char* set = std::getenv("KILN_EMULATED_MEMORY");
+    static const int64_t capacity = set ? std::atoll(set) : INT64_MAX;
+    TORCH_CHECK(notes.allocated[current] + (int64_t)bytes <= capacity, "NPU out of memory. Tried to allocate ", bytes,
+                " bytes (NPU ", int(current), "; ", capacity, " total capacity; ", notes.allocated[current], " already allocated)");
     char* start = (char*)std::aligned_alloc(HEAD, (bytes + HEAD - 1) / HEAD * HEAD + HEAD);
     *(Head*)start = {bytes, current};
-    std::lock_guard<std::mutex> guard(mutex);
     notes.allocated[current] += bytes;
     notes.peak[current] = std::max(notes.peak[current], notes.allocated[current]);
     return {start + HEAD, start + HEAD, &release, device};

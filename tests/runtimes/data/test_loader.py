@@ -16,9 +16,11 @@ import pytest
 from artifacts.filesystems import Clock
 from artifacts.latent_shards import Latents, LatentScale, LatentShard, from_bfloat16, open_latents
 from configs.errors import Refused
+from configs.settings.train_parts import MaskedLoss
 from runtimes.contract import StepBatch
 from runtimes.data import shard_cache
 from runtimes.data.loader import BatchReader, Holdout, Loader, Prefetch
+from runtimes.data.sample_order import SampleIndex
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import Objective
@@ -373,3 +375,31 @@ def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, write_latents: Wr
         peaks.append(int(done.stdout))
         shutil.rmtree(tmp_path / str(count))
     assert peaks[1] < 1.15 * peaks[0], f"peak KiB: {peaks}"
+
+
+def test_masks_weight_the_loss_of_each_latent_position(
+    tmp_path: Path, write_latents: WriteLatents
+) -> None:
+    """Samples have a mask, one that shows nothing, and none."""
+    mask = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
+    masks = [mask, np.zeros_like(mask)]
+    url = write_latents(tmp_path / "store", [{"train/8x8": 3, "holdout/8x8": 1}], loss_masks=masks)
+    samples = [SampleIndex(0, "train/8x8", row) for row in range(3)]
+
+    def loss_mask(masked_loss: MaskedLoss | None) -> Any:
+        reader = BatchReader(
+            open_latents(url), FAMILIES["sdxl"], objective(), masked_loss=masked_loss
+        )
+        return reader.batch(0, samples, [0, 1, 2], 3).loss_mask
+
+    assert loss_mask(None) is None
+    shown = np.stack([mask / 255, np.zeros((8, 8)), np.ones((8, 8))])
+    plain = loss_mask(MaskedLoss())
+    assert plain.dtype == np.float32
+    np.testing.assert_allclose(plain, shown, rtol=1e-6)
+    np.testing.assert_allclose(
+        loss_mask(MaskedLoss(unmasked_weight=0.1)), np.maximum(shown, 0.1), rtol=1e-6
+    )
+    normalised = loss_mask(MaskedLoss(area_normalised=True))
+    np.testing.assert_allclose(normalised.mean((1, 2)), [1, 0, 1], rtol=1e-5)
+    np.testing.assert_allclose(normalised[0], shown[0] / shown[0].mean(), rtol=1e-5)

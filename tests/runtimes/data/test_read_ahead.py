@@ -123,7 +123,7 @@ def test_all_buckets_need_the_same_shards_at_about_the_same_time() -> None:
 
 def test_a_window_is_read_with_the_next_one_also_across_epochs() -> None:
     order = Order([{"train/8x8": 4}] * 4, batch_size=4, seed=0, window=2)
-    first, second = order.window(0), order.window(2)
+    (first,), (second,) = order.windows(0), order.windows(2)
     ahead = order.shards(first)
     assert {place.shard for step in (0, 1) for place in order.batch(step)} == set(ahead[:2])
     assert {place.shard for step in (2, 3) for place in order.batch(step)} == set(ahead[2:])

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.errors import Refused
-from runtimes.data.sample_order import Bucket, Order, SampleIndex, evenly_spaced
+from runtimes.data.sample_order import Order, SampleIndex, SourceStream, evenly_spaced
 
 SHARDS = [
     {"train/8x8": 7, "train/4x12": 2, "holdout/8x8": 3},
@@ -15,6 +15,10 @@ SHARDS = [
 
 def order(batch_size: int = 4, seed: int = 1, window: int = 2) -> Order:
     return Order(SHARDS, batch_size=batch_size, seed=seed, window=window)
+
+
+def items(stream: SourceStream, start: int, count: int) -> list[SampleIndex]:
+    return [stream.sample(item) for item in range(start, start + count)]
 
 
 def test_what_does_not_fill_a_batch_is_carried_over() -> None:
@@ -33,16 +37,16 @@ def test_steps_find_their_epoch() -> None:
 
 
 def test_epochs_and_seeds_differ() -> None:
-    one = Bucket("train/8x8", 0, [50, 50], seed=0, window=2)
-    other = Bucket("train/8x8", 0, [50, 50], seed=1, window=2)
-    assert one.samples(0, 100) != one.samples(100, 100)
-    assert one.samples(0, 100) != other.samples(0, 100)
+    one = SourceStream("train/8x8", 0, [50, 50], seed=0, window=2)
+    other = SourceStream("train/8x8", 0, [50, 50], seed=1, window=2)
+    first = items(one, 0, 100)
+    assert first != items(one, 100, 100)
+    assert first != items(other, 0, 100)
 
 
 def test_a_window_keeps_to_its_shards() -> None:
     """Samples are mixed over `window` shards, and never more than these are needed at once."""
-    bucket = Bucket("train/8x8", 0, [10] * 12, seed=0, window=3)
-    stream = bucket.samples(0, 120)
+    stream = items(SourceStream("train/8x8", 0, [10] * 12, seed=0, window=3), 0, 120)
     windows = [{place.shard for place in stream[start : start + 30]} for start in range(0, 120, 30)]
     assert [len(shards) for shards in windows] == [3, 3, 3, 3]
     assert set().union(*windows) == set(range(12))
@@ -64,7 +68,7 @@ def test_spread_takes_held_out_samples_evenly() -> None:
 
 
 def test_every_epoch_has_shards_in_an_order_of_its_own() -> None:
-    bucket = Bucket("train/8x8", 0, [1] * 8, seed=1, window=1)
-    epochs = [tuple(place.shard for place in bucket.samples(8 * epoch, 8)) for epoch in range(5)]
+    stream = SourceStream("train/8x8", 0, [1] * 8, seed=1, window=1)
+    epochs = [tuple(place.shard for place in items(stream, 8 * epoch, 8)) for epoch in range(5)]
     assert len(set(epochs)) == 5
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ def test_a_true_model_is_planned_from_its_configs(
     assert step.flops_per_image() == pytest.approx(teraflops * 1e12, rel=0.02)
     state = 4 * 4 * step.parameters  # weights, two moments and average, in float32
     assert state < step.argument_bytes() < state + GIB / 4
+    assert step.prior_bytes() == 0
+    with_base = AbstractStep(replace(asked, has_prior=True), settings, jax.devices()[:1], hosts=1)
+    assert with_base.prior_bytes() == 2 * step.parameters  # a copy in bfloat16
 
 
 @pytest.mark.extended
@@ -113,3 +117,15 @@ def test_weights_on_which_the_loss_does_not_depend_are_known(tiny_qwen_image: Pa
     last = "transformer.transformer_blocks.1."
     assert {name.removeprefix(last).partition(".")[0] for name in found} == {"attn", "txt_mlp"}
     assert any("to_add_out" in name for name in found)
+
+
+@pytest.mark.slow
+def test_references_count_as_tokens(tiny_flux2: Path) -> None:
+    """A picture with three references of its size has the tokens of one with twice its sides."""
+    settings = Train(global_batch_size=2, mixed_precision="bf16")
+    asked = TpuStepRequest(str(tiny_flux2), settings.model_dump(mode="json"), 64, "v5p-8")
+    three, large = (
+        AbstractStep(each, settings, jax.devices()[:1], hosts=1)
+        for each in (replace(asked, references=((64, 64),) * 3), replace(asked, resolution=128))
+    )
+    assert three.flops_per_image() == pytest.approx(large.flops_per_image(), rel=0.01)

@@ -12,9 +12,9 @@ from tolerances import assert_close
 from artifacts.latent_shards import LatentScale
 from configs.errors import Refused
 from configs.settings.train import Train
-from configs.settings.train_parts import TimestepSampling
+from configs.settings.train_parts import Huber, TimestepSampling
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, ResolutionShift
-from runtimes.objective.training_objective import Objective
+from runtimes.objective.training_objective import Objective, elementwise_loss
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 ZERO_SNR = {**SCALED, "rescale_betas_zero_snr": True}
@@ -264,3 +264,40 @@ def test_settings_that_do_not_go_together_are_refused(
 ) -> None:
     with pytest.raises(Refused, match=message):
         make(**settings)
+
+
+def kohyas_delta(levels: np.ndarray, kind: str, delta: float, scale: float) -> torch.Tensor:
+    """`get_huber_threshold_if_needed` of kohya's sd-scripts, as published, for diffusion."""
+    scheduler = DDPMScheduler.from_config(SCALED)
+    timesteps = torch.from_numpy(levels).long()
+    if kind == "exponential":
+        rate = -np.log(delta) / scheduler.config.num_train_timesteps
+        return torch.exp(-rate * timesteps) * scale
+    if kind == "snr":
+        kept = scheduler.alphas_cumprod[timesteps]
+        return (1 - delta) / (1 + ((1 - kept) / kept) ** 0.5) ** 2 + delta
+    return torch.full((len(levels),), delta * scale)
+
+
+@pytest.mark.parametrize("loss", ["huber", "smooth_l1"])
+@pytest.mark.parametrize("kind", ["constant", "exponential", "snr"])
+def test_huber_and_smooth_l1_are_kohyas(loss: str, kind: str) -> None:
+    huber = Huber(schedule=kind, delta=0.2, scale=1.0 if kind == "snr" else 1.5)
+    mean = normal(5, 4, 8, 8)
+    noised = diffusion(loss=loss, huber=huber).noised(mean, mean, LEVELS, range(5))
+    errors = normal(5, 4, 8, 8, seed=2)
+    delta = kohyas_delta(LEVELS, kind, huber.delta, huber.scale).view(-1, 1, 1, 1)
+    factor = delta if loss == "huber" else 1
+    expected = 2 * factor * (torch.sqrt(torch.from_numpy(errors) ** 2 + delta**2) - delta)
+    found = elementwise_loss(errors**2, noised.huber_delta) * noised.weight[:, None, None, None]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_flow_has_no_snr_for_huber() -> None:
+    settings = Train(loss="huber", huber={"schedule": "snr"})
+    with pytest.raises(Refused, match=r"huber\.schedule"):
+        Objective.of(settings, FlowSchedule.from_config({}), SCALE)
+    timed = flow(loss="huber", huber=Huber(schedule="exponential"))
+    deltas = timed.noised(normal(5, 1, 2, 2), normal(5, 1, 2, 2), LEVELS, range(5)).huber_delta
+    assert_close(deltas, 0.1 ** timed.schedule.sigmas[LEVELS])
+    assert timed.held_out(1).loss == "mse"

@@ -19,7 +19,7 @@ import pytest
 from runtimes.__main__ import _fail_for
 from runtimes.process import launcher
 from runtimes.process.job import Events
-from runtimes.process.launcher import FOLLOWER, Launcher, LostRank, Ranks, is_follower
+from runtimes.process.launcher import FOLLOWER, Hosts, Launcher, LostRank, Ranks, is_follower
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,16 @@ def test_the_processes_of_a_machine_share_its_cores(wrong_job: Path) -> None:
         cores = launcher.count_cores()
         assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
         assert FOLLOWER not in os.environ
+
+
+def test_ranks_are_numbered_host_by_host(wrong_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with Launcher(wrong_job, 2, must_not, Hosts(3, 1)):
+        assert Ranks.here() == Ranks(2, 6, 0, 2)
+        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("first", "29500")
+    with Launcher(wrong_job, 1, must_not, Hosts(3, 1)):
+        assert Ranks.here() == Ranks(1, 3, 0, 1), "it is alone on its host, not in the run"
 
 
 def test_the_port_of_the_rendezvous_is_kept_until_it_listens(wrong_job: Path) -> None:
@@ -133,6 +143,18 @@ def test_an_outage_that_a_rank_reports_is_one_of_the_run() -> None:
     assert [fields["away"] for fields in found] == [True, False]
 
 
+def test_a_reported_loss_keeps_the_time_of_its_cause() -> None:
+    """By it, the cause is found among the errors of several hosts."""
+    found = list[dict[str, Any]]()
+
+    class Recorded(Events):
+        def emit(self, event: str, **fields: Any) -> None:
+            found.append(fields)
+
+    assert _fail_for(LostRank(3, 1, {"message": "of rank 3", "time": 5.0}), Recorded()) == 1
+    assert found[0]["time"] == 5.0
+
+
 def test_a_stop_reaches_a_rank_that_the_others_wait_for(
     wrong_job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,3 +191,9 @@ def test_a_stop_reaches_a_rank_that_the_others_wait_for(
         os.close(write)
     assert heard == [b"\n", b"handler"]
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_killed_rank_is_an_earlier_cause_than_the_errors_of_its_peers() -> None:
+    killed = LostRank(1, -9, {})
+    failed = LostRank(2, 1, {"time": 5.0, "message": "connection closed by peer"})
+    assert killed.facts["time"] < failed.facts["time"]

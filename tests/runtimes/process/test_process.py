@@ -20,9 +20,10 @@ import pytest
 from jobs import SETTINGS, MakeJob, outputs
 from waiting import wait_until
 
-from runtimes.__main__ import main, only_writer
+from configs.errors import Refused
+from runtimes.__main__ import _processes, main, only_writer
 from runtimes.process.job import EVENT_FD, Events, write_job
-from runtimes.process.launcher import Stop
+from runtimes.process.launcher import AGENT, Hosts, Stop
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.training_loop import train
 
@@ -182,6 +183,36 @@ def test_a_work_folder_has_one_writer(tmp_path: Path, caplog: pytest.LogCaptureF
     assert order == ["first", "second"]
 
 
+def test_hosts_of_a_run_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Their first processes write one folder, on a shared disk or on one machine."""
+    for work in (str(tmp_path), f"memory://{tmp_path}"):
+        waiting = threading.Thread(target=lambda work=work: enter(work, 1), daemon=True)
+        with only_writer(work, 0):
+            waiting.start()
+            waiting.join(20)
+            assert not waiting.is_alive()
+
+
+def enter(work: str, host: int) -> None:
+    with only_writer(work, host):
+        pass
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_batch_is_shared_by_the_processes_of_all_hosts(
+    hosts: int, make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"NNODES": hosts, "NODE_RANK": 0, "MASTER_ADDR": "first", "MASTER_PORT": 29500}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    job, found = make_job(processes=3, global_batch_size=3), Hosts.here()
+    if hosts == 1:
+        assert _processes(job, False, found) == 3
+    else:
+        with pytest.raises(Refused, match="3 cannot be shared by 6 processes"):
+            _processes(job, False, found)
+
+
 def python(*lines: str) -> int:
     return subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=60).returncode
 
@@ -225,3 +256,31 @@ def test_a_byte_of_the_launcher_asks_and_a_signal_after_it_does_not_kill() -> No
     assert child.stdout.readline() == b"alive\n"
     assert child.wait(60) == -signal.SIGTERM
     child.stdin.close()
+
+
+IN_A_COLLECTIVE = """
+import ctypes, os, signal
+from runtimes.process.launcher import Stop
+stop = Stop(); stop.listen(); stop.defer()
+os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)
+print("asked twice", flush=True)
+mutex = ctypes.create_string_buffer(64)  # zeros: an unlocked mutex
+ctypes.CDLL(None).pthread_mutex_lock(mutex); ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_host_s_agent_kills_and_its_death_ends_a_rank_that_waits_for_a_lost_host() -> None:
+    """A second signal does not: Slurm signals the ranks and the agent, which passes its own on."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", IN_A_COLLECTIVE],
+        env={**os.environ, EVENT_FD: "1", AGENT: "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdin and child.stdout
+    try:
+        assert child.stdout.readline() == b"asked twice\n"
+        child.stdin.close()
+        assert child.wait(20) == 143
+    finally:
+        child.kill()

@@ -3,17 +3,18 @@
 import pytest
 
 from configs.errors import Refused
-from runtimes.process.launcher import Ranks, adopt_mpi, is_msrun_scheduler, launched
+from runtimes.process.launcher import Hosts, Ranks, adopt_mpi, is_msrun_scheduler, launched
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+HOSTS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 MSRUN = ("MS_ROLE", "RANK_ID", "MS_WORKER_NUM", "DEVICE_ID")
 
 
 @pytest.fixture(autouse=True)
 def _nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi = (f"OMPI_COMM_WORLD_{name}" for name in MPI)
-    for name in (*NAMES, *MSRUN, *mpi, "MASTER_ADDR", "MASTER_PORT"):
+    for name in (*NAMES, *MSRUN, *mpi, *HOSTS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -78,3 +79,31 @@ def test_what_an_ascend_host_sets_for_all_is_not_msrun(monkeypatch: pytest.Monke
 def test_msruns_scheduler_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     place(monkeypatch, MS_ROLE="MS_SCHED", MS_WORKER_NUM=2)
     assert is_msrun_scheduler() and not launched()
+
+
+def test_one_of_several_hosts_knows_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Hosts.here() == Hosts(1, 0)
+    place(monkeypatch, NNODES=3, NODE_RANK=2, MASTER_ADDR="first", MASTER_PORT=29500)
+    assert Hosts.here() == Hosts(3, 2) and not launched()
+    place(monkeypatch, NNODES=1)
+    assert Hosts.here() == Hosts(1, 0), "a single host needs no other's address"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"NODE_RANK": "3"}, "NODE_RANK=3 with NNODES=3: set 0 to 2"),
+        ({"NODE_RANK": ""}, "NODE_RANK='' in the environment"),
+        ({"NNODES": "1:3"}, "NNODES='1:3' in the environment"),
+        ({"MASTER_ADDR": ""}, "needs MASTER_ADDR, of host 0"),
+        ({"MASTER_PORT": ""}, "needs MASTER_PORT, of host 0"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment"),
+    ],
+)
+def test_a_wrong_place_among_hosts_is_refused(
+    wrong: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"NNODES": 3, "NODE_RANK": 2, "MASTER_ADDR": "first", "MASTER_PORT": 29500}
+    place(monkeypatch, **{**right, **wrong})
+    with pytest.raises(Refused, match=says):
+        Hosts.here()

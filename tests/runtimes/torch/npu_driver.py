@@ -3,6 +3,8 @@
 import copy
 import math
 from collections.abc import Callable
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,4 +163,28 @@ def steps(given: dict[str, Any]) -> dict[str, Any]:
         "devices": sorted({str(p.device) for p in runtime._network.parameters()}),
         "losses": [float(output.loss) for output in outputs],
         "flops": runtime.flops(batch(0)),
+    }
+
+
+def streamed(given: dict[str, Any]) -> dict[str, Any]:
+    """Of a job: losses, a digest of its adapters, and of each step blocks copied and peak bytes."""
+    job = TrainJob(**given)
+    runtime, batch = jobs.start(job)
+    stream = runtime._stream
+    outputs, copies, peaks = [], [0], []
+    for step in range(job.train["steps"]):
+        ahead = runtime.put(batch(step))
+        torch.npu.reset_peak_memory_stats()
+        with watch.no_host_syncs():  # as a copy to the host is
+            outputs.append(runtime.step(ahead, 1e-2))
+        peaks.append(torch.npu.max_memory_allocated())
+        copies.append(stream.copies if stream else 0)
+    arrays = runtime.state()["weights"]
+    return {
+        "losses": [float(output.loss) for output in outputs],
+        "adapters": sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest(),
+        "copies": [after - before for before, after in pairwise(copies)],
+        "peak": max(peaks[1:]),
+        "late": stream.late if stream else 0,
+        "pinned": stream.arena.nbytes if stream and stream.arena.is_pinned() else 0,
     }

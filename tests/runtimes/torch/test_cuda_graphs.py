@@ -171,4 +171,4 @@ def test_a_step_that_cannot_be_captured_is_refused(dropout: float, world: int, w
     parallel.world = world
     hooks, update = DeviceHooks(torch.device("cpu")), cast(Update, None)
     with pytest.raises(Refused, match=words):
-        Step(network, network, update, parallel, hooks, settings, rank=0)
+        Step(network, network, update, parallel, hooks, settings, rank=0, prior=network)

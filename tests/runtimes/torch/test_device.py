@@ -11,6 +11,7 @@ import torch
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.process.launcher import Ranks
+from runtimes.torch import gaudi
 from runtimes.torch.device import (
     check,
     check_on_device,
@@ -29,9 +30,8 @@ from runtimes.torch.kernels import DeviceHooks, compile_denoiser
         ({"processes": 8}, 2, "8 processes need one CUDA device each, this machine has 2"),
         ({"processes": 2, "device": "cuda:0"}, 2, "cuda:0 is one device for 2 processes"),
         ({"device": "cuda:2"}, 2, "this machine has 2 CUDA devices"),
-        ({"optimizer": "adamw_8bit"}, 0, "needs a CUDA device; set adamw or adafactor"),
-        ({"optimizer": "adamw_8bit", "device": "cpu"}, 1, "needs a CUDA device"),
-        ({"optimizer": "adamw_8bit"}, 1, "needs bitsandbytes"),
+        ({"optimizer": "adamw_8bit", "device": "cpu"}, 1, "adamw_8bit needs bitsandbytes"),
+        ({"optimizer": "lion_8bit"}, 1, "lion_8bit needs bitsandbytes"),
         ({"cuda_graphs": True, "device": "cpu"}, 1, "cuda_graphs needs a CUDA device, not cpu"),
         ({"allow_tf32": True, "device": "cpu"}, 1, "allow_tf32 needs a CUDA device, not cpu"),
         ({"attention": "efficient", "device": "cpu"}, 1, "attention needs a CUDA device, not cpu"),
@@ -166,3 +166,10 @@ def test_pinned_memory_of_deleted_models_is_returned_to_the_host(
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: emptied.append(True))
     free_memory()
     assert emptied
+
+
+def test_graphs_of_gaudis_count_the_processes_of_all_hosts() -> None:
+    settings = {"hpu": {"graphs": True, "mode": "lazy"}, "global_batch_size": 8}
+    gaudi.check(Train(**settings, hosts=2, micro_batch_size=4))
+    with pytest.raises(Refused, match="micro_batch_size"):
+        gaudi.check(Train(**settings, hosts=2, micro_batch_size=2))

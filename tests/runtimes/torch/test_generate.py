@@ -6,6 +6,7 @@ That pictures are those of diffusers' pipelines is shown by tests/conformance/te
 import json
 import shutil
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from training import RecordedEvents
 import runtimes.sample.generate_job
 import runtimes.torch.sampler as torch_generate
 from configs.errors import Refused
-from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
+from runtimes.torch_models.offload import offload_layers
 
 pytestmark = pytest.mark.slow
 
@@ -74,37 +75,77 @@ def elsewhere(job: GenerateJob, folder: Path) -> GenerateJob:
 
 
 def test_offloaded_layers_draw_the_same_pictures(
-    job: GenerateJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: GenerateJob,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a GPU, nothing moves, and a warning says so: the hooks change no picture."""
-    from diffusers.hooks.group_offloading import _is_group_offload_enabled
-
     plain, _ = generate(job)
-    pipeline = torch_generate.ThePipeline(replace(job, offload=True), Base.of(job))
-    pipeline.load(job.drawings[0])
-    pipeline.draw(PROMPTS[:1], 0)
-    drawn_by = pipeline._sampler._pipe
-    assert all(map(_is_group_offload_enabled, (drawn_by.unet, drawn_by.text_encoder_2)))
-    assert "offload has no effect on cpu" in caplog.text
+    offloaded: list[str] = []
+
+    def recorded(model: Any, device: torch.device) -> None:
+        offloaded.append(type(model).__name__)
+        offload_layers(model, device)
+
+    monkeypatch.setattr(torch_generate, "offload_layers", recorded)
     again, _ = generate(elsewhere(replace(job, offload=True), tmp_path / "offloaded"))
     assert again == plain
+    assert "offload has no effect on cpu" in caplog.text
+    # The text encoders once, before any denoiser: their prompt embeddings serve all models.
+    text_encoders = ["CLIPTextModel", "CLIPTextModelWithProjection"]
+    assert offloaded == [*text_encoders, "UNet2DConditionModel", "UNet2DConditionModel"]
+
+
+def test_no_text_encoder_exists_beside_a_denoiser(
+    job: GenerateJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host with 32 GB holds FLUX.1's transformer or its T5, not both."""
+    load, encoders, alive = torch_generate.load_text_encoder, list[Any](), list[int]()
+    load_denoiser = torch_generate.load_network
+
+    def read(*given: Any) -> Any:
+        model = load(*given)
+        encoders.append(weakref.ref(model))
+        return model
+
+    def counted(*given: Any) -> Any:
+        alive.append(sum(encoder() is not None for encoder in encoders))
+        return load_denoiser(*given)
+
+    monkeypatch.setattr(torch_generate, "load_text_encoder", read)
+    monkeypatch.setattr(torch_generate, "load_network", counted)
+    generate(job)
+    assert alive == [0, 0]
+    assert len(encoders) == 2
 
 
 def test_the_device_holds_one_denoiser_at_a_time(
-    job: GenerateJob, monkeypatch: pytest.MonkeyPatch
+    job: GenerateJob, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of a large model do not fit, and plans of memory count one."""
-    load, denoisers, alive = torch_generate.load_network, list[Any](), list[int]()
+    """Two of a large model do not fit, nor one beside text encoders; plans of memory count one."""
+    load, load_texts = torch_generate.load_network, torch_generate.load_text_encoders
+    denoisers, alive = list[Any](), list[int]()
+
+    def count() -> None:
+        alive.append(sum(denoiser() is not None for denoiser in denoisers))
 
     def counted(*given: Any) -> Any:
-        alive.append(sum(denoiser() is not None for denoiser in denoisers))
+        count()
         network = load(*given)
         denoisers.append(weakref.ref(network.denoiser))
         return network
 
+    def counted_texts(*given: Any) -> Any:
+        count()
+        return load_texts(*given)
+
     monkeypatch.setattr(torch_generate, "load_network", counted)
-    generate(job)
-    assert alive == [0, 0]
+    monkeypatch.setattr(torch_generate, "load_text_encoders", counted_texts)
+    base, tuned = job.drawings
+    own = {name: str(tiny_sdxl / name) for name in ("text_encoder", "text_encoder_2")}
+    generate(replace(job, drawings=(base, replace(tuned, parts={**tuned.parts, **own}))))
+    assert alive == [0, 0, 0, 0]
 
 
 def test_the_same_pictures_each_time(job: GenerateJob, tmp_path: Path) -> None:
@@ -174,6 +215,25 @@ def test_losses_are_a_number_a_sample_and_fall_with_a_better_model(job: Generate
     losses, worse = (json.loads(files["losses.json"])["losses"] for files in (base, tuned))
     assert len(losses) == len(worse) == 4
     assert np.mean(worse) > np.mean(losses) + 0.1, "its predictions are off by a half"
+
+
+def test_losses_of_an_evaluation_are_masked_as_those_of_training(
+    job: GenerateJob, write_latents: Callable[..., str], tmp_path: Path
+) -> None:
+    """The masks of the held-out samples show nothing."""
+    hidden = [np.zeros((8, 8), np.uint8)] * 4
+    groups = [{"train/8x8": 1, "holdout/8x8": 4}]
+    url = write_latents(tmp_path / "masked", groups, loss_masks=hidden)
+
+    def losses(name: str, **masked: Any) -> list[float]:
+        own = replace(job, latents=url, holdout={**HOLDOUT, **masked})
+        (files, _), _ = generate(elsewhere(own, tmp_path / name))
+        return list(json.loads(files["losses.json"])["losses"])
+
+    half = {"unmasked_weight": 0.5, "area_normalised": False}
+    np.testing.assert_allclose(
+        losses("half", masked_loss=half), np.array(losses("whole")) / 2, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("missing", ["unet/config.json", "vae", "text_encoder", "model_index.json"])

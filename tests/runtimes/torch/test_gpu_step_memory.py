@@ -28,9 +28,9 @@ from runtimes.torch_models.network import FlopCounter, Network, sample_batch
 
 pytestmark = pytest.mark.slow
 
-SDXL = ROOT / "bench/models/stable-diffusion-xl-base-1.0/unet/config.json"
+SDXL = ROOT / "bench/models/stable-diffusion-xl-base-1.0"
 #: Variants of the planned peak in `make test`.
-IN_TEST = ("full", "gradient checkpointing", "LoRA, bf16")
+IN_TEST = ("full", "gradient checkpointing", "LoRA, bf16", "prior")
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,16 @@ def test_the_planned_peak_is_within_a_tenth_of_the_real_one(
 ) -> None:
     found = compare(tiny_sdxl, 64, 16, **train)
     assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
+
+
+def test_the_frozen_copy_of_prior_targets_is_among_the_weights(tiny_sdxl: Path) -> None:
+    train = Train(mixed_precision="bf16").model_dump(mode="json")
+    plain, prior = (
+        step_memory(GpuStepRequest(str(tiny_sdxl), train, 64, has_prior=has_prior))
+        for has_prior in (False, True)
+    )
+    copy = (prior.weights - plain.weights) / (2 * plain.parameters)  # in bfloat16
+    assert 1 < copy < 1.2, "the allocator rounds each array up to 512 bytes"
 
 
 @pytest.mark.extended
@@ -144,6 +154,23 @@ def test_attention_saves_no_logits(tiny_sdxl: Path) -> None:
         for size in (64, 128)
     )
     assert large < 4.2 * small
+
+
+def test_references_count_as_tokens(tiny_flux2: Path) -> None:
+    """A picture with three references of its size has the tokens of one with twice its sides."""
+    settings = Train(mixed_precision="bf16").model_dump(mode="json")
+    asked = GpuStepRequest(str(tiny_flux2), settings, 128)
+    three = replace(asked, references=((128, 128),) * 3)
+    plain, edit, large = map(step_memory, (asked, three, replace(asked, resolution=256)))
+    assert edit.flops_per_image == pytest.approx(large.flops_per_image, rel=0.01)
+    activations = [found.peak(64)["activations"] for found in (plain, edit, large)]
+    assert activations[1] == pytest.approx(activations[2], rel=0.01)
+    assert activations[1] > 1.5 * activations[0]
+    drawn = [
+        sum(step_memory(replace(each, sampling_dtype="bfloat16")).peak(64).values())
+        for each in (asked, three)
+    ]
+    assert drawn[1] > drawn[0]
 
 
 def test_norms_save_float32_inputs_on_cuda_alone(tiny_sdxl: Path) -> None:
@@ -240,10 +267,12 @@ def test_adafactor_has_a_plan_in_which_its_moments_are_small(tiny_sdxl: Path) ->
     assert 0 < found.optimizer < 2 * found.parameters  # 512 bytes at least
 
 
-def test_sampling_needs_all_weights_of_the_pipeline_and_no_gradients(tiny_sdxl: Path) -> None:
+def test_sampling_needs_the_weights_of_denoiser_and_vae_and_no_gradients(tiny_sdxl: Path) -> None:
     train = Train().model_dump(mode="json")
     found = step_memory(GpuStepRequest(str(tiny_sdxl), train, 64, sampling_dtype="bfloat16"))
-    assert found.weights > found.encoders > 0
+    pipe = DiffusionPipeline.from_pretrained(tiny_sdxl)
+    parameters = [*pipe.unet.parameters(), *pipe.vae.parameters()]  # prompts are encoded before
+    assert found.weights == pytest.approx(sum(2 * p.numel() for p in parameters), rel=0.3)
     one, two = found.peak(1), found.peak(2)
     assert one["activations"] == one["gradients"] == 0
     assert one["temporaries"] < two["temporaries"] <= 2 * one["temporaries"]
@@ -260,8 +289,44 @@ def test_sampling_needs_the_memory_of_the_size_that_is_drawn(tiny_sdxl: Path) ->
     assert temporaries((128, 64)) == temporaries((64, 128)) > 1.9 * temporaries((64, 64))
 
 
-def test_samples_use_the_trained_text_encoders(tiny_sdxl: Path) -> None:
-    assert ask(tiny_sdxl, train_text_encoder=True).encoders < ask(tiny_sdxl).encoders
+def test_encoding_needs_text_encoders_and_vae(tiny_sd3: Path) -> None:
+    def found(precision: str | None) -> StepMemory:
+        asked = {"encoding_dtype": "float32", "text_precision": precision}
+        return step_memory(GpuStepRequest(str(tiny_sd3), {}, 64, **asked))
+
+    plain, int8 = map(found, (None, "int8"))
+    pipe = DiffusionPipeline.from_pretrained(tiny_sd3)
+    vae = sum(p.nbytes for p in pipe.vae.parameters())
+    encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
+    tensors = [t for model in encoders for t in (*model.parameters(), *model.buffers())]
+    assert plain.weights - plain.pinned == pytest.approx(vae, rel=0.2)  # sizes are rounded up
+    assert plain.pinned == pytest.approx(sum(t.nbytes for t in tensors), rel=0.2)
+    assert plain.pinned > int8.pinned
+    assert vae < plain.offloaded < plain.weights
+    assert plain.captions_peak(2) > plain.captions_peak(1) > 0
+    one, two = (sum(plain.peak(pictures).values()) for pictures in (1, 2))
+    assert one < two <= 2 * one
+
+
+#: GiB in bfloat16 of a batch of 4 pictures of 1024 x 1024, and of 32 of the longest captions.
+ENCODING = [
+    ("FLUX.1-dev", None, 9.3 + 5.1, 0.7 + 5.1, 9.1),
+    ("FLUX.1-dev", "nf4", 3.1 + 5.1, 0.7 + 5.1, 2.9),
+    ("Qwen-Image", None, 15.7 + 7.6, 2.3 + 7.6, 15.5),
+    ("Qwen-Image", "nf4", 6.1 + 7.6, 2.3 + 7.6, 5.9),
+    ("Z-Image", None, 7.65 + 5.1, 1.6 + 5.1, 7.5),
+]
+
+
+@pytest.mark.parametrize(("model", "precision", "resident", "offloaded", "host"), ENCODING)
+def test_encoding_at_true_size(
+    model: str, precision: str | None, resident: float, offloaded: float, host: float
+) -> None:
+    asked = {"encoding_dtype": "bfloat16", "text_precision": precision}
+    found = step_memory(GpuStepRequest(str(ROOT / "bench/models" / model), {}, 1024, **asked))
+    batch = max(sum(found.peak(4).values()), found.captions_peak(32))
+    planned = [found.weights + batch, found.offloaded + batch, found.pinned]
+    assert [size / 2**30 for size in planned] == pytest.approx([resident, offloaded, host], abs=0.1)
 
 
 def test_a_plan_leaves_the_operators_of_the_process_as_they_were() -> None:
@@ -288,13 +353,36 @@ def test_the_module_answers_in_json_also_for_wrong_input(tiny_sdxl: Path, tmp_pa
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(
+    ("optimizer", "fused", "gigabytes"),
+    [("adafactor", True, 15.9), ("adamw_8bit", True, 19.9), ("adamw_8bit", False, 24.3)],
+)
+def test_full_training_of_sdxl_fits_24_gb_with_a_fused_backward_pass(
+    optimizer: str, fused: bool, gigabytes: float
+) -> None:
+    train = Train(
+        optimizer=optimizer,
+        fused_backward=fused,
+        max_grad_norm=None,
+        mixed_precision="bf16",
+        gradient_checkpointing="blocks",
+        global_batch_size=1,
+    )
+    found = step_memory(GpuStepRequest(str(SDXL), train.model_dump(mode="json"), 1024))
+    state = found.weights + found.optimizer_state(optimizer)
+    assert (state + sum(found.peak(1).values())) / 2**30 == pytest.approx(gigabytes, abs=0.1)
+
+
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_plan_of_sdxl_needs_no_memory_for_its_weights(tiny_sdxl: Path) -> None:
     """A real network would have 9 GB of float32 weights."""
     tiny = json.loads((tiny_sdxl / "unet/config.json").read_text(encoding="utf-8"))
     inputs = ("cross_attention_dim", "addition_time_embed_dim")
     inputs += ("projection_class_embeddings_input_dim", "sample_size")
-    config = json.loads(SDXL.read_text(encoding="utf-8")) | {name: tiny[name] for name in inputs}
+    config = json.loads((SDXL / "unet/config.json").read_text(encoding="utf-8")) | {
+        name: tiny[name] for name in inputs
+    }
     train = Train(mixed_precision="bf16", init="random", denoiser_config="given")
     before = peak_rss()
     settings = train.model_dump(mode="json")

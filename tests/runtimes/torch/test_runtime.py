@@ -26,6 +26,7 @@ from runtimes.contract import WeightsLost
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.optimizer_state import published
 from runtimes.process.job import TrainJob
+from runtimes.torch import sampler as torch_sampler
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.sampler import Sampler
 
@@ -251,21 +252,28 @@ def no_memory(*_: object, **__: object) -> torch.Tensor:
 def test_sampling_models_leave_the_device_and_are_in_the_compute_dtype(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Text encoders leave it before the denoiser draws, and are loaded for the first picture."""
     models, dtypes, draw = list[ReferenceType[Any]](), set[torch.dtype](), Sampler.draw
+    load = torch_sampler.load_text_encoder
+
+    def watch(model: Any) -> Any:
+        models.append(ref(model))
+        dtypes.add(model.dtype)
+        return model
 
     def watched(sampler: Sampler, *given: Any, **more: Any) -> Any:
-        for name in ("vae", "text_encoder", "text_encoder_2"):
-            model = getattr(sampler._pipe, name)
-            models.append(ref(model))
-            dtypes.add(model.dtype)
+        watch(sampler._pipe.vae)
         return draw(sampler, *given, **more)
 
     monkeypatch.setattr(Sampler, "draw", watched)
+    monkeypatch.setattr(torch_sampler, "load_text_encoder", lambda *given: watch(load(*given)))
     runtime, _ = start(make_job(mixed_precision="bf16"))
     gc.disable()
     try:
-        runtime.sample(["a"], SAMPLER)
+        first = runtime.sample(["a"], SAMPLER)
         assert [model() for model in models] == [None] * 3
+        assert (runtime.sample(["a"], SAMPLER) == first).all()
+        assert len(models) == 4, "the second VAE"
     finally:
         gc.enable()
     assert dtypes == {torch.bfloat16}
@@ -337,7 +345,7 @@ def test_a_device_that_is_not_there_is_refused(make_job: MakeJob, device: str) -
 
 
 @pytest.mark.parametrize(
-    "settings", [{"attention": "efficient"}, {"allow_tf32": True}, {"optimizer": "adamw_8bit"}]
+    "settings", [{"attention": "efficient"}, {"allow_tf32": True}, {"cuda_graphs": True}]
 )
 def test_a_job_refuses_what_its_device_does_not_support(
     make_job: MakeJob, settings: dict[str, Any]

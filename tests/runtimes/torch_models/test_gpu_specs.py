@@ -40,9 +40,17 @@ def test_the_name_of_a_gpu_selects_its_memory() -> None:
         *(("h200", 141), ("L4", 24), ("RTX 4090", 24), ("rtx4090", 24), ("A100", 40)),
         *(("A100 80", 80), ("A100-80GB", 80), ("a100 40GB", 40), ("MI300X", 192)),
         *(("V100", 16), ("V100 32GB", 32), ("Tesla V100-SXM2-32GB", 32)),
-        *(("RTX 4090 Laptop GPU", None), ("0GB", None), ("NVIDIA H100 80GB HBM3", 80)),
+        *(("RTX 4090 Laptop GPU", 16), ("0GB", None), ("NVIDIA H100 80GB HBM3", 80)),
         *(("8xH100", None), ("2x H100", None), ("H100,L4", None), ("H1000", None)),
-        *(("B2000", None), ("RTX A6000 Ada", None), ("5080", None)),
+        *(("B2000", None), ("RTX A6000 Ada", None), ("2080", None)),
+        *(("3060", 12), ("4060 Ti 16GB", 16), ("3080 12GB", 12), ("RTX 3060 8GB", 8)),
+        *(
+            ("4070 Ti Super", 16),
+            ("RX 7900 XTX", 24),
+            ("Radeon PRO W7900", 48),
+            ("9070", 16),
+            ("M4 Max 64GB", 48),
+        ),
         *(("5090", 32), ("4090", 24), ("A6000", 48), ("RTX-4090", 24), ("h-100", 80)),
     ],
 )
@@ -52,6 +60,37 @@ def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> 
             parse_gpu(text)
     else:
         assert parse_gpu(text).memory == gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "choices"),
+    [
+        ("4060 Ti", "RTX 4060 Ti 8GB or RTX 4060 Ti 16GB"),
+        ("NVIDIA GeForce RTX 3080", "RTX 3080 10GB or RTX 3080 12GB"),
+    ],
+)
+def test_a_card_that_is_sold_with_two_memories_is_asked_for(text: str, choices: str) -> None:
+    with pytest.raises(Refused, match=f"write {choices}$"):
+        parse_gpu(text)
+
+
+def test_a_mac_needs_the_memory_that_its_gpu_shares() -> None:
+    with pytest.raises(Refused, match="add the machine's memory, such as M4 Pro 32GB"):
+        parse_gpu("M4 Pro")
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA GeForce RTX 3060", "RTX 3060"),
+        ("NVIDIA GeForce RTX 3060 Ti", "RTX 3060 Ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX 4070 Laptop"),
+        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
+    ],
+)
+def test_a_device_is_not_taken_for_its_larger_siblings(device: str, name: str) -> None:
+    assert (gpu := known_gpu(device)) is not None and gpu.name == name
 
 
 def test_a_memory_without_its_unit_is_told_to_have_one() -> None:

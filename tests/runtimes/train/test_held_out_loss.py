@@ -81,3 +81,16 @@ def test_the_manifest_of_the_latents_is_not_read_again(
     latents = open_latents(latents_url)
     _, holdout = make_batches(job, Base.of(job), read_train_settings(job), latents)
     assert holdout is not None
+
+
+def test_masks_weight_the_held_out_loss_as_that_of_training(
+    make_job: MakeJob, latents_url: str
+) -> None:
+    for masked_loss in None, {"unmasked_weight": 0.5}:
+        job = make_job(holdout_loss={"every_n_steps": 1}, masked_loss=masked_loss)
+        latents = open_latents(latents_url)
+        loader, holdout = make_batches(job, Base.of(job), read_train_settings(job), latents)
+        assert holdout is not None
+        with holdout:
+            batches = [loader.batch(0), *(batch for _, batch in holdout.batches())]
+        assert {batch.loss_mask is None for batch in batches} == {masked_loss is None}

@@ -25,7 +25,9 @@ class Draws:
     def __init__(self, enough: bool, together: bool) -> None:
         self.enough, self.samples_collectively = enough, together
 
-    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+    def sample(
+        self, prompts: Sequence[str], sampler: dict[str, Any], controls: Sequence[Any]
+    ) -> NDArray[np.uint8]:
         if not self.enough:
             raise self.error
         return np.zeros((1, 8, 8, 3), np.uint8)

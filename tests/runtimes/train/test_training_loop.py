@@ -5,6 +5,7 @@ import shutil
 import threading
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from runtimes.train.checkpoints import CheckpointError, Checkpoints, check_same_
 from runtimes.train.training_loop import train
 
 pytestmark = pytest.mark.slow
+OTHERS = ("adafactor", "adamw_schedule_free", "came", "lion", "muon")
+without_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="torch/test_make_optimizer.py runs it"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +53,23 @@ def test_stopped_and_resumed_the_history_is_whole(make_job: MakeJob) -> None:
     lines = [json.loads(line) for line in outputs(job)["history.jsonl"].splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert set(lines[0]) == {"step", "loss", "learning_rate", "grad_norm"}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "prodigy",
+        *(pytest.param(name, marks=pytest.mark.extended) for name in OTHERS),
+        *(pytest.param(name, marks=without_bitsandbytes) for name in ("adamw_8bit", "lion_8bit")),
+    ],
+)
+def test_every_optimizer_resumes_to_the_bit(make_job: MakeJob, optimizer: str) -> None:
+    settings = {"steps": 6, "logging_steps": 1, "optimizer": optimizer, "learning_rate": 1e-3}
+    whole, job = make_job("whole", **settings), make_job("parts", **settings)
+    assert train(whole, RecordedEvents(), Stop())
+    assert not stopping_at(3, job)
+    assert train(job, RecordedEvents(), Stop())
+    assert outputs(job) == outputs(whole)
 
 
 def test_a_broken_checkpoint_costs_steps_not_the_result(make_job: MakeJob) -> None:

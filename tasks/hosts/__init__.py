@@ -1,0 +1,1 @@
+"""Training on several machines: engines reserve them, one retry logic follows all attempts."""

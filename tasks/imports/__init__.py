@@ -1,0 +1,1 @@
+"""Configurations of kohya's scripts, diffusers' scripts and SimpleTuner as recipes."""
