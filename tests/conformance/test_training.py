@@ -245,7 +245,7 @@ def test_half_precision_stays_where_it_was(runtime: Subject, make_job: MakeJob) 
     golden.check(runtime.name, "sdxl full", dtype, history(job))
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.soak)])
 @subjects(soak="hpu-eager hpu-lazy npu")
 def test_masks_huber_and_prior_targets_follow_a_reference_with_two_models(
     runtime: Subject, make_job: MakeJob, method: str

@@ -76,7 +76,9 @@ def drawn_by_diffusers(model: Path, base: Path, kind: str, control: Image.Image)
     return levels(pipe(PROMPT, **arguments, **DRAWING).images)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("sdxl", "sdxl"), ("flux-lora", "flux")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sdxl", "sdxl"), pytest.param("flux-lora", "flux", marks=pytest.mark.soak)]
+)
 def test_a_published_controlnet_draws_alike_in_kiln_and_in_diffusers(
     tmp_path: Path, photos: Path, tiny_model: Callable[[str], Path], api: str, name: str, kind: str
 ) -> None:

@@ -242,7 +242,7 @@ def test_the_gate_looks_again_at_more_pictures_until_it_can_tell(
     assert report["metrics"]["clip_score/new"]["tuned"]["n"] == len(sets["new"])
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_a_model_that_passed_at_a_later_look_is_reused(
     first: Report, small: Overrides, here: Here, api: str
 ) -> None:

@@ -86,7 +86,9 @@ def write_dreambooth(folder: Path, base: Path) -> list[str]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("write", [write_kohya, write_dreambooth])
+@pytest.mark.parametrize(
+    "write", [write_kohya, pytest.param(write_dreambooth, marks=pytest.mark.soak)]
+)
 def test_an_imported_recipe_plans_and_runs_to_a_published_model(
     write: Callable[[Path, Path], list[str]],
     here: Callable[..., str],

@@ -106,7 +106,7 @@ def test_a_mixture_is_trained_again_when_one_of_its_sources_has_grown(
     assert "retrain.start: a mixture is trained again from the base's weights: set base" in said
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_prior_targets_keep_the_styles_that_the_demo_s_base_draws(
     run_here: Run, small: dict[str, Any]
 ) -> None:

@@ -21,7 +21,7 @@ from demo.digit_judges import _classifier, ink_shape
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 BASE = Path(__file__).parents[2] / "demo/base"
 TRAINED_ON = 600
 DRAWN = 50

@@ -100,7 +100,7 @@ def test_a_killed_dask_worker_loses_and_doubles_nothing(
     assert (content(images), content(latents)) == undisturbed
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_a_dask_worker_that_is_killed_while_it_describes_changes_nothing(
     tmp_path: Path, tiny_sdxl: Path, tiny_model: Callable[[str], Path]
 ) -> None:

@@ -63,9 +63,11 @@ def assert_end_well(agents: list[Agent]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "jax",
         "mindspore",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("torch", "hpu-lazy", "npu")),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("torch", "jax", "hpu-lazy", "npu")
+        ),
     ],
 )
 def test_two_hosts_end_with_the_bytes_of_one_with_two_processes(

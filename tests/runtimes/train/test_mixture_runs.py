@@ -32,7 +32,7 @@ SHARDS = {
 }
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 @pytest.mark.slow
 def test_killed_at_random_it_goes_on_with_other_processes_and_on_another_runtime(
     make_job: MakeJob, start_job: StartJob, write_mixture: WriteMixture, chance: random.Random
