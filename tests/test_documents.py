@@ -302,11 +302,10 @@ def test_page_of_commands_has_each_command() -> None:
     assert "`kiln ls`" in text
 
 
-@pytest.mark.parametrize(("page", "least"), [("internals/failures", 90), ("security", 10)])
-def test_pages_name_tests_that_exist(page: str, least: int) -> None:
-    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+def test_the_page_of_failures_names_tests_that_exist() -> None:
+    text = (ROOT / "docs/internals/failures.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?`", text)
-    assert len(named) > least
+    assert len(named) > 100
     for file, test in named:
         assert f"def {test}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), file
 

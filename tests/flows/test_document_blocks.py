@@ -12,7 +12,7 @@ from document_blocks import Block, blocks_of
 from kiln_command import ROOT
 
 #: Pages whose unmarked blocks a test below runs, in the order that a reader takes.
-RUN = ("README.md", "docs/tutorial.md", "docs/operate.md")
+RUN = ("README.md", "docs/tutorial.md", "docs/server.md")
 #: Pages on other machines: none of their commands runs here.
 MARKED = (
     *("docs/choose.md", "docs/clusters.md", "docs/cluster-sections.md", "docs/errors.md"),
