@@ -203,15 +203,20 @@ class CaptionStage(Stage):
 
     @cached_property
     def _shards(self) -> list[PictureShard]:
-        """The pictures to caption: held-out ones keep the source's captions, if they have some."""
+        """The pictures to caption.
+
+        Held-out pictures, and all pictures with `caption.only_missing`, keep the source's captions
+        where they have some.
+        """
         shards = Pictures(self.images, self.selected).shards
         holdout = self.recipe.encode.holdout
-        if not holdout:
+        keep = self.chosen.only_missing
+        if not holdout and not keep:
             return shards
         asked = {}
         for tar, rows in listed.tables_of(self.images):
             pictures = zip(rows["sha256"].to_pylist(), rows["caption"].to_pylist(), strict=True)
-            own = [bool(c) and is_holdout(bytes.fromhex(sha256), holdout) for sha256, c in pictures]
+            own = [bool(c) and (keep or is_holdout(bytes.fromhex(i), holdout)) for i, c in pictures]
             asked[tar] = ~np.array(own, bool)
         return [shard.with_rows(shard.mask & asked[shard.sha256]) for shard in shards]
 

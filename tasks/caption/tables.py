@@ -68,15 +68,20 @@ def captions_to_train(
 ) -> tuple[str, ...] | None:
     """The captions that training reads, at least one, with the prefix; None: it is left out.
 
+    A picture that was not captioned has the source's captions.
+
     Args:
         source: the captions of the source; empty ones count as none.
     """
     kept = tuple(filter(None, source))
-    captions = (*sample.good, *(kept if rule.keep_source else ()))
-    if not captions and rule.on_bad == "drop":
-        return None
-    if not captions and rule.on_bad == "source":
+    if sample.reasons is None:
         captions = kept
+    else:
+        captions = (*sample.good, *(kept if rule.keep_source else ()))
+        if not captions and rule.on_bad == "drop":
+            return None
+        if not captions and rule.on_bad == "source":
+            captions = kept
     prefixed = (f"{rule.prefix}{caption}".strip() for caption in captions or ("",))
     return tuple(dict.fromkeys(prefixed))
 

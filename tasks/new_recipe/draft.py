@@ -235,7 +235,8 @@ def _placed(place: str, folder: Path) -> str:
 def _captions(answers: Answers) -> tuple[dict[str, Any], str]:
     """The sections that give the pictures captions, and why; none if they have theirs."""
     pictures, word = answers.pictures, answers.word
-    if pictures.has_captions:
+    is_part = 0 < (pictures.captioned or 0) < (pictures.count or 0)
+    if pictures.has_captions and not is_part:
         return {}, ""
     prefix = ""
     if word is not None:
@@ -243,9 +244,12 @@ def _captions(answers: Answers) -> tuple[dict[str, Any], str]:
     memory = answers.machine.gpu.memory if answers.machine.gpu is not None else 0
     is_gpu = answers.machine.kind == "gpu" and memory >= CAPTIONER
     if is_gpu and (pictures.count or 0) <= MOST_CAPTIONED:
-        why = "a model describes each picture" + (", after these words" if prefix else "")
-        return {"caption": {"prefix": prefix} if prefix else {}}, why
-    if word is None or len(pictures.sources) > 1:  # whose entries have kohya's class tokens
+        each = "each picture without a caption" if is_part else "each picture"
+        why = f"a model describes {each}" + (", after these words" if prefix else "")
+        settings = {"only_missing": True} if is_part else {}
+        return {"caption": settings | ({"prefix": prefix} if prefix else {})}, why
+    # Entries of several sources have kohya's class tokens.
+    if pictures.has_captions or word is None or len(pictures.sources) > 1:
         return {}, ""
     every = f"a photo of {word}" if answers.goal == "subject" else f"a picture in {word}"
     return {"encode": {"captions": {"prompts": [every]}}}, "all pictures have this caption"

@@ -196,6 +196,25 @@ def test_of_held_out_pictures_those_without_a_caption_are_captioned(tmp_path: Pa
     assert all(texts[f] == (f"TOK {f.with_suffix('.txt').read_text()}",) for f in texts)
 
 
+def test_only_pictures_without_a_caption_are_captioned(tmp_path: Path) -> None:
+    with CaptionServer() as server:
+        caption = served(server, prefix="TOK ", only_missing=True, on_bad="drop")
+        recipe = recipe_of_folder(tmp_path, caption=caption, encode={"holdout": 0})
+        files = sorted((tmp_path / "pictures").rglob("*.png"))
+        bare = files[:5]
+        for file in bare:
+            file.with_suffix(".txt").write_text("")
+        images = build(recipe)
+        artifact = built(CaptionStage(recipe, images), Store(recipe.store))
+        assert len(server.asked) == 5
+    rule = json.loads(artifact.read(RULE))
+    shards = Pictures(images, None, artifact).shards
+    read = {s.source_sha256: s.captions for shard in shards for s in shard.read(rule, 0.0)}
+    texts = {file: read[bytes.fromhex(digest_bytes(file.read_bytes()))] for file in files}
+    assert all(texts.pop(file)[0].startswith("TOK In short: a picture") for file in bare)
+    assert all(texts[f] == (f"TOK {f.with_suffix('.txt').read_text()}",) for f in texts)
+
+
 @pytest.mark.parametrize("captioned", [False, True])
 def test_download_misses_no_captions_where_a_captioner_writes_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, captioned: bool

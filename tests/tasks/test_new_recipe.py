@@ -186,6 +186,9 @@ def test_only_pictures_without_captions_get_some(tmp_path: Path) -> None:
     assert drafted(tmp_path, look(str(tmp_path / "captioned")), card).caption is None
     described = drafted(tmp_path, photos, card)
     assert described.caption is not None and described.caption.prefix == "a photo of ohwx, "
+    (tmp_path / "photos" / "00.txt").write_text("a fox")
+    some = drafted(tmp_path, look(str(tmp_path / "photos")), card)
+    assert some.caption is not None and some.caption.only_missing
     small = drafted(tmp_path, photos, parse_machine("6GB"))  # the captioner does not fit
     assert small.caption is None and small.encode.captions is not None
     assert small.encode.captions.prompts == ("a photo of ohwx",)
