@@ -69,7 +69,7 @@ def test_a_run_on_two_hosts_publishes_the_model_of_two_processes(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("loss", ["kill", pytest.param("freeze", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("loss", ["kill", "freeze"])
 def test_a_lost_host_is_known_and_training_goes_on_to_the_same_weights(
     tmp_path: Path,
     slurm: SlurmCluster,
@@ -98,7 +98,7 @@ def test_a_lost_host_is_known_and_training_goes_on_to_the_same_weights(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("runtime", ["jax", pytest.param("mindspore", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("runtime", ["jax", "mindspore"])
 def test_other_runtimes_publish_the_model_of_two_processes(
     small: Overrides,
     run_here: Callable[..., checks.Report],
@@ -174,7 +174,7 @@ def test_a_cancelled_flow_leaves_a_checkpoint_and_no_job(
     assert weights_of(report) == undisturbed
 
 
-@pytest.mark.soak
+@pytest.mark.extended
 def test_a_worker_of_a_pool_trains_on_two_hosts(
     tmp_path: Path, small: Overrides, api: str, slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
