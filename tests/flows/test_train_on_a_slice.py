@@ -14,11 +14,7 @@ Overrides = dict[str, Any]
 
 @pytest.mark.parametrize(
     ("runtime", "accelerator_type", "hosts"),
-    [
-        ("jax", "v5p-16", 2),
-        # XLA's CPU backend aborts with two processes.
-        pytest.param("xla", "v5p-8", 1, marks=pytest.mark.soak),
-    ],
+    [("jax", "v5p-16", 2), ("xla", "v5p-8", 1)],  # XLA's CPU backend aborts with two processes
 )
 def test_a_slice_trains_a_published_model(
     small: Overrides,

@@ -70,9 +70,7 @@ def test_a_cluster_that_cannot_train_is_refused_with_what_there_is(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("loss", "known_seconds"), [("kill", 10), pytest.param("freeze", 45, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("loss", "known_seconds"), [("kill", 10), ("freeze", 45)])
 def test_a_lost_node_is_known_and_training_goes_on_to_the_same_weights(
     tmp_path: Path,
     cluster: RayCluster,
@@ -106,7 +104,7 @@ def test_a_lost_node_is_known_and_training_goes_on_to_the_same_weights(
     assert cluster.ranks() == []
 
 
-@pytest.mark.soak
+@pytest.mark.extended
 def test_a_cancelled_flow_leaves_a_checkpoint_and_no_process(
     tmp_path: Path,
     small: Overrides,
