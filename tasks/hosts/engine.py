@@ -29,7 +29,10 @@ PASSED = (
     *("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "KILN_CACHE"),
 )
 #: Prefixes of variables without secrets that configure collectives and runtimes.
-PASSED_PREFIXES = ("GLOO_", "HCCL_", "JAX_", "NCCL_", "OMP_", "PJRT_", "PT_HPU_", "XLA_")
+PASSED_PREFIXES = (
+    *("ASCEND_", "HCCL_"),  # CANN's set_env.sh exports ASCEND_OPP_PATH and others
+    *("GLOO_", "JAX_", "NCCL_", "OMP_", "PJRT_", "PT_HPU_", "XLA_"),
+)
 
 
 class Engine(Protocol):

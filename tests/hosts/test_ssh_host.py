@@ -8,6 +8,7 @@ import ssh_hosts
 
 from configs.settings.clusters import Ssh
 from tasks.hosts import ssh
+from tasks.hosts.engine import passed_environment
 
 
 def test_a_host_is_never_read_as_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +17,13 @@ def test_a_host_is_never_read_as_an_option(tmp_path: Path, monkeypatch: pytest.M
     hosts = ("-oProxyCommand=false", "two")
     settings = Ssh(hosts=("one", "two")).model_copy(update={"hosts": hosts})
     ssh.check(settings, sys.executable, str(tmp_path))
+
+
+def test_hosts_get_the_variables_of_cann_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_OPP_PATH", "/usr/local/Ascend/opp")
+    monkeypatch.setenv("HCCL_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    passed = passed_environment()
+    assert passed["ASCEND_OPP_PATH"] == "/usr/local/Ascend/opp"
+    assert passed["HCCL_SOCKET_IFNAME"] == "eth1"
+    assert "HF_TOKEN" not in passed
