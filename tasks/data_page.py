@@ -355,8 +355,8 @@ def _entries(
         pairs = zip(scores, values, strict=True)
         said = [f"{name} {human(value)}" for name, value in pairs if value is not None]
         said += [f"dropped: {reason.partition(': ')[0]}"] if reason else []
-        read = [shortened(text) for text in data.captions(caption, made, bad)]
-        said.append(" / ".join(filter(None, read)) or "no caption")
+        read = (caption or "",) if reason else data.captions(caption, made, bad)
+        said.append(" / ".join(filter(None, map(shortened, read))) or "no caption")
         entries.append(Entry(tar, row, " · ".join(said)))
     return entries
 

@@ -231,11 +231,13 @@ class DataSet:
 
         Args:
             caption: the source's; None if it has none.
-            made, bad: columns of `entries`.
+            made, bad: columns of `entries`; None if the picture was not captioned.
         """
-        if made is None or bad is None:
+        if "caption" not in self.artifacts:
             return (caption or "",)
-        sample = CaptionedSample(b"", json.loads(made), (), json.loads(bad))
+        sample = CaptionedSample(b"", {})
+        if made is not None and bad is not None:
+            sample = CaptionedSample(b"", json.loads(made), (), json.loads(bad))
         return captions_to_train(sample, (caption or "",), self._rule) or ()
 
     @cached_property

@@ -180,10 +180,13 @@ def _story(
             yield Told("caption", f"{prompt}: {why}{shortened(text)!r}")
         for prompt in bad.keys() - made.keys():
             yield Told("caption", f"{prompt}: none: {bad[prompt]}")
-        if all(picture.split == "train" for picture in latents):
-            read = data.captions(entry["caption"], entry["captions"], entry["bad"])
-            texts = " / ".join(repr(shortened(text)) for text in read)
-            yield Told("caption", f"training reads {texts or 'none of them'}")
+    elif "caption" in data.artifacts and entry["kept"]:
+        yield Told("caption", "not captioned: it keeps the source's caption")
+    captioned = entry["bad"] is not None or ("caption" in data.artifacts and entry["kept"])
+    if captioned and all(picture.split == "train" for picture in latents):
+        read = data.captions(entry["caption"], entry["captions"], entry["bad"])
+        texts = " / ".join(repr(shortened(text)) for text in read)
+        yield Told("caption", f"training reads {texts or 'none of them'}")
     if "encode" not in data.artifacts:
         return
     if entry is not next(other for other in group if other["id"] == entry["id"]):

@@ -106,7 +106,8 @@ class Caption(Section):
     """Name -> what the captioner is asked. Each gives a caption, and training draws one of a
     picture's captions in each step. null instead of a prompt drops that of the extended recipe."""
     only_missing: bool = False
-    """Caption the pictures that have no caption in the source; the others keep theirs."""
+    """Caption the pictures that have no caption in the source; the others keep theirs, after
+    `prefix`."""
     keep_source: bool = setting(False, needs="only_missing == false")
     """Keep the source's captions as further ones."""
     prefix: str = ""

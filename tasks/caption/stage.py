@@ -210,14 +210,17 @@ class CaptionStage(Stage):
         """
         shards = Pictures(self.images, self.selected).shards
         holdout = self.recipe.encode.holdout
-        keep = self.chosen.only_missing
-        if not holdout and not keep:
+        if not holdout and not self.chosen.only_missing:
             return shards
+
+        def is_asked(sha256: str, caption: str | None) -> bool:
+            keeps = self.chosen.only_missing or is_holdout(bytes.fromhex(sha256), holdout)
+            return not (keeps and (caption or "").strip())
+
         asked = {}
         for tar, rows in listed.tables_of(self.images):
             pictures = zip(rows["sha256"].to_pylist(), rows["caption"].to_pylist(), strict=True)
-            own = [bool(c) and (keep or is_holdout(bytes.fromhex(i), holdout)) for i, c in pictures]
-            asked[tar] = ~np.array(own, bool)
+            asked[tar] = np.array([is_asked(*picture) for picture in pictures], bool)
         return [shard.with_rows(shard.mask & asked[shard.sha256]) for shard in shards]
 
     def _earlier(self, store: Store) -> dict[str, list[dict[str, Any]]]:
@@ -247,9 +250,9 @@ class CaptionStage(Stage):
         return known
 
     def _write_examples(self, draft: Draft, shards: Sequence[Shard], rule: Rule) -> None:
-        """Write pictures and captions of the first image shard, for people."""
+        """Write pictures and captions of the first image shard that has some, for people."""
         tars = {shard.sha256: shard.tar for shard in self._shards}
-        shard = shards[0]
+        shard = next((shard for shard in shards if shard.meta["kept"]), shards[0])
         store = draft.store
         table = store.shard_url(STAGE, shard.files[0].path), shard.files[0].sha256
         pictures: list[Image.Image] = []

@@ -71,9 +71,9 @@ def captions_to_train(
     A picture that was not captioned has the source's captions.
 
     Args:
-        source: the captions of the source; empty ones count as none.
+        source: the captions of the source; those without a letter count as none.
     """
-    kept = tuple(filter(None, source))
+    kept = tuple(text for text in source if text.strip())
     if sample.reasons is None:
         captions = kept
     else:

@@ -34,6 +34,9 @@ PASSED_PREFIXES = (
     *("GLOO_", "JAX_", "NCCL_", "OMP_", "PJRT_", "PT_HPU_", "XLA_"),
 )
 
+#: Variables that choose chips of this machine, not of a host.
+OF_THIS_HOST = {"ASCEND_RT_VISIBLE_DEVICES", "ASCEND_DEVICE_ID"}
+
 
 class Engine(Protocol):
     """The machines of a training on one kind of cluster.
@@ -105,8 +108,5 @@ class Agents:
 def passed_environment(names: Iterable[str] = ()) -> dict[str, str]:
     """The variables of this machine that hosts get: without secrets, unless `names` lists them."""
     wanted = {*PASSED, *names}
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in wanted or name.startswith(PASSED_PREFIXES)
-    }
+    prefixed = {name for name in os.environ if name.startswith(PASSED_PREFIXES)} - OF_THIS_HOST
+    return {name: value for name, value in os.environ.items() if name in wanted or name in prefixed}

@@ -235,21 +235,21 @@ def _placed(place: str, folder: Path) -> str:
 def _captions(answers: Answers) -> tuple[dict[str, Any], str]:
     """The sections that give the pictures captions, and why; none if they have theirs."""
     pictures, word = answers.pictures, answers.word
-    is_part = 0 < (pictures.captioned or 0) < (pictures.count or 0)
-    if pictures.has_captions and not is_part:
-        return {}, ""
+    bare = (pictures.count or 0) - (pictures.captioned or 0)
+    some_have = bool(pictures.captioned) and bare > 0
+    if (pictures.has_captions and not some_have) or len(pictures.sources) > 1:
+        return {}, ""  # entries of several sources have kohya's class tokens
     prefix = ""
     if word is not None:
         prefix = f"a photo of {word}, " if answers.goal == "subject" else f"in {word}, "
     memory = answers.machine.gpu.memory if answers.machine.gpu is not None else 0
     is_gpu = answers.machine.kind == "gpu" and memory >= CAPTIONER
-    if is_gpu and (pictures.count or 0) <= MOST_CAPTIONED:
-        each = "each picture without a caption" if is_part else "each picture"
+    if is_gpu and bare <= MOST_CAPTIONED:
+        each = "each picture without a caption" if some_have else "each picture"
         why = f"a model describes {each}" + (", after these words" if prefix else "")
-        settings = {"only_missing": True} if is_part else {}
+        settings = {"only_missing": True} if some_have else {}
         return {"caption": settings | ({"prefix": prefix} if prefix else {})}, why
-    # Entries of several sources have kohya's class tokens.
-    if pictures.has_captions or word is None or len(pictures.sources) > 1:
+    if pictures.has_captions or word is None:
         return {}, ""
     every = f"a photo of {word}" if answers.goal == "subject" else f"a picture in {word}"
     return {"encode": {"captions": {"prompts": [every]}}}, "all pictures have this caption"

@@ -202,8 +202,11 @@ def _folder(place: str, is_here: bool) -> Pictures:
     files = folders.Folder(FolderSource(kind="folder", path=place)).files()
     texts = files.texts
     pictures = [*texts]
-    captioned = sum(text is not None for text in texts.values())
-    examples = [_read(text) for text in _spread([t for t in texts.values() if t is not None])]
+    files_of_text = [text for text in texts.values() if text is not None]
+    if is_here:  # an empty file is no caption
+        files_of_text = [text for text in files_of_text if os.path.getsize(text)]
+    captioned = len(files_of_text)
+    examples = [_read(text) for text in _spread(files_of_text)]
     for table, beside in files.tables.items():
         known = lists.FORMATS[folders.METADATA[table.rpartition("/")[2].lower()]]
         columns = known.columns(table)

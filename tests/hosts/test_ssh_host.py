@@ -23,7 +23,8 @@ def test_hosts_get_the_variables_of_cann_and_no_secret(monkeypatch: pytest.Monke
     monkeypatch.setenv("ASCEND_OPP_PATH", "/usr/local/Ascend/opp")
     monkeypatch.setenv("HCCL_SOCKET_IFNAME", "eth1")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
     passed = passed_environment()
     assert passed["ASCEND_OPP_PATH"] == "/usr/local/Ascend/opp"
     assert passed["HCCL_SOCKET_IFNAME"] == "eth1"
-    assert "HF_TOKEN" not in passed
+    assert not {"HF_TOKEN", "ASCEND_RT_VISIBLE_DEVICES"} & passed.keys()

@@ -221,6 +221,10 @@ def test_a_rejected_caption_is_told_with_its_reason(world: World) -> None:
     ]
 
 
+def test_a_picture_that_was_not_captioned_is_trained_on_its_own_caption(world: World) -> None:
+    assert world.data.captions("mine", None, None) == ("TOK mine",)
+
+
 def test_a_failed_row_is_told_by_its_url(world: World) -> None:
     url = f"sha256:{digest_bytes(b'broken')}"
     for what in (url, str(world.file(2))):
