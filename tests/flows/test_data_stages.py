@@ -101,7 +101,7 @@ def test_of_one_changed_picture_alone_each_stage_does_its_work_again(
     assert len({name.rpartition("/")[2].partition(".")[0] for name in latents}) == 1
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_a_retraining_describes_and_captions_what_is_new_and_selects_over_all(
     run_here: Run, here: Callable[..., str], api: str, small: dict[str, Any]
 ) -> None:
@@ -165,7 +165,7 @@ def names(report: Report, stage: str) -> set[str]:
     return {path for path in paths if path.startswith("../")}
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_what_masks_hide_is_not_in_the_loss(
     run_here: Run, small: dict[str, Any], tmp_path: Path
 ) -> None:

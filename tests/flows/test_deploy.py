@@ -83,7 +83,7 @@ def test_a_scheduled_run_appears(server: Server) -> None:
     assert {run["state"]["type"] for run in found} == {"SCHEDULED"}
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_retrainings_wait_for_each_other_and_find_nothing_new(
     server: Server, first: dict[str, Any], small: dict[str, Any]
 ) -> None:

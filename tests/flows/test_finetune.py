@@ -211,7 +211,7 @@ def test_a_rejected_model_is_not_published(
     assert all(word in shown for word in ("evaluation", "model", "latents", "source"))
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_the_gate_looks_again_at_more_pictures_until_it_can_tell(
     first: Report, small: Overrides, here: Here, api: str
 ) -> None:

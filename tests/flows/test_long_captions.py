@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 BEFORE = "a quick brown fox jumps over the lazy dog, " * 4  # 144 tokens of the tiny tokenizers
 
 
+@pytest.mark.soak
 def test_a_model_of_225_tokens_is_trained_measured_published_and_drawn(
     tmp_path: Path, api: str, tiny_model: Callable[[str], Path]
 ) -> None:

@@ -58,6 +58,7 @@ def recipe(tmp_path: Path, photos: Path, tiny_model: Callable[[str], Path]) -> d
     }
 
 
+@pytest.mark.soak
 def test_photos_and_a_checkpoint_file_become_adapters_that_diffusers_draws_with(
     tmp_path: Path, recipe: dict[str, Any], api: str
 ) -> None:

@@ -78,7 +78,7 @@ def test_a_mixture_is_published_and_a_new_source_encodes_one(
     assert keys("encode") == encoded  # which the published model needs
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_a_mixture_is_trained_again_when_one_of_its_sources_has_grown(
     run_here: Run, here: Callable[..., str], api: str, small: dict[str, Any]
 ) -> None:

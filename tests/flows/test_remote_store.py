@@ -56,7 +56,7 @@ def look_after(here: Here, url: str, report: Report) -> None:
     store.fs.pipe_file(weights, whole)
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["s3", pytest.param("gs", marks=pytest.mark.soak)])
 def test_a_run_killed_in_training_resumes_from_the_bucket(
     kind: str,

@@ -86,7 +86,7 @@ def test_a_grown_source_continues_the_champion_on_its_new_rows(
     assert "damaged" not in here("verify", "--store", store)
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_few_new_rows_are_validated_on_the_held_out_rows_of_the_whole_source(
     retrain: Retrain, first: Report
 ) -> None:

@@ -70,7 +70,7 @@ def test_the_best_trial_is_published_and_a_failed_one_does_not_end_the_others(
     assert "rejected by the gate: holdout_loss < 0" in said
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_captioners_share_a_download_and_have_a_training_each(
     here: Callable[..., str], api: str, small: dict[str, Any]
 ) -> None:

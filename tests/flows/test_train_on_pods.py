@@ -142,6 +142,7 @@ def test_a_training_that_loses_a_pod_ends_with_the_same_weights(
     assert not cluster.jobs and not cluster.pods
 
 
+@pytest.mark.soak
 def test_a_cancelled_training_saves_a_checkpoint_and_goes_on(
     cluster: KubernetesCluster,
     train: Train,

@@ -86,7 +86,7 @@ def test_a_slice_that_is_there_is_used_and_may_be_kept(
     assert told(world).count("create") == 1 and "delete" not in told(world)
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_too_many_preemptions_are_an_error(world: Path, make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job("often", **{**SETTINGS, "steps": 5000})  # it never ends before it is taken away
     (world / "run").symlink_to(job.work)
@@ -109,7 +109,7 @@ train_on_slice(Tpu(**json.loads(tpu)), read_job(Path(job)), on_event, Store(stor
 """
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_a_run_that_is_interrupted_has_the_slice_checkpoint_and_deletes_it(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:

@@ -226,7 +226,7 @@ def test_a_model_is_named_after_its_pictures(place: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extended  # advice has tens of variants to plan
+@pytest.mark.soak  # advice has tens of variants to plan
 def test_a_draft_that_does_not_fit_takes_the_advice_of_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Callable[[], None]
 ) -> None:
