@@ -74,8 +74,9 @@ test:
 	$(MAKE) --no-print-directory --jobs 2 environments lint
 	$(PYTEST) -m "not extended and not soak" $(IN_PARALLEL)
 
+# Some files: make extended TESTS="tests/flows/test_train_on_ray.py".
 extended: environments
-	$(PYTEST) -m "extended and not soak" $(IN_PARALLEL)
+	$(PYTEST) -m "extended and not soak" $(IN_PARALLEL) $(TESTS)
 
 # Without Chromium the tests of pages are skipped, or fail: make soak REQUIRE=chromium.
 soak: environments setup-oldest setup-browser setup-fidelity setup-peers

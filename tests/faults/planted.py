@@ -19,8 +19,8 @@ BASE = "KILN_FAULTS_BASE"
 SESSION = 3 * 3600
 #: A change has this part of the faults that it does not concern planted.
 PARTS = 8
-#: A change plants about this many at most, since 1,000 take half an hour of CI.
-MOST = 150
+#: A change plants about this many at most, since 1,000 take up to an hour of CI.
+MOST = 100
 
 
 class NotThere(ValueError):
