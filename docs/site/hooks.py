@@ -109,7 +109,8 @@ def _uri(path: str) -> str:
 def _links(path: str) -> Iterator[str]:
     """The links of a page, and of a folder its files."""
     if (ROOT / path).is_dir():
-        yield from (f"{Path(path).name}/{file.name}" for file in sorted((ROOT / path).iterdir()))
+        files = (file for file in sorted((ROOT / path).iterdir()) if file.name != "__pycache__")
+        yield from (f"{Path(path).name}/{file.name}" for file in files)
     elif path.endswith(".md"):
         yield from TARGET.findall(FENCE.sub("", (ROOT / path).read_text("utf-8")))
 
